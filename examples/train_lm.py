@@ -1,0 +1,350 @@
+"""Trains a small language model on bytes of real text, with pallas_flash inside Flax's attention.
+
+    uv run --extra examples examples/train_lm.py                        # Python's own library
+    uv run --extra examples examples/train_lm.py --text my_notes/ --steps 500
+    uv run --extra cuda --extra examples examples/train_lm.py --compare --perturb   # on a GPU
+
+`--compare` trains twice from one seed, once with pallas_flash and once with jax.nn's attention
+(cuDNN on a GPU), and plots both curves. `--perturb` adds a third run, jax.nn's again from an
+embedding table that differs by one bfloat16 rounding: two runs that differ by no more than that
+pair do, differ by rounding alone.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import pallas_flash.linen
+
+VOCAB = 256  # bytes
+TEXT_SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".h", ".tex", ".html", ".json", ".csv"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Model and batch. The defaults differ by device; see `default_sizes`."""
+
+    seq: int
+    batch: int
+    layers: int
+    width: int
+    heads: int
+    steps: int
+    lr: float
+    dtype: str
+
+
+def default_sizes(on_gpu: bool) -> Sizes:
+    """About two minutes on two CPU cores; on a GPU a sequence where attention is a large part."""
+    if on_gpu:
+        return Sizes(
+            seq=8192, batch=4, layers=16, width=1024, heads=8, steps=300, lr=6e-4, dtype="bfloat16"
+        )
+    return Sizes(
+        seq=256, batch=4, layers=2, width=128, heads=4, steps=250, lr=3e-3, dtype="float32"
+    )
+
+
+# --- attention: the one line that changes ---------------------------------------------------------
+
+
+def jax_attention(query, key, value, bias=None, mask=None):
+    """jax.nn's attention with the signature Flax wants."""
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(
+        query, key, value, bias, mask, is_causal=True, implementation=implementation
+    )
+
+
+ATTENTION: dict[str, Callable] = {
+    "flash": functools.partial(pallas_flash.linen.attention_fn, is_causal=True),
+    "jax": jax_attention,
+}
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    sizes: Sizes
+    attention_fn: Callable
+
+    @nn.compact
+    def __call__(self, x):  # [batch, seq, width]
+        dtype, width = self.sizes.dtype, self.sizes.width
+        y = nn.LayerNorm(dtype=dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(
+            num_heads=self.sizes.heads,
+            dtype=jnp.dtype(dtype),
+            use_bias=False,
+            attention_fn=self.attention_fn,
+        )(y)
+        y = nn.LayerNorm(dtype=dtype)(x)
+        y = nn.Dense(4 * width, dtype=dtype)(y)
+        return x + nn.Dense(width, dtype=dtype)(nn.gelu(y))
+
+
+class ByteLM(nn.Module):
+    """Decoder-only transformer over bytes; parameters float32, compute in `sizes.dtype`."""
+
+    sizes: Sizes
+    attention_fn: Callable
+
+    @nn.compact
+    def __call__(self, tokens):  # [batch, seq] int32
+        dtype, width = self.sizes.dtype, self.sizes.width
+        positions = self.param("positions", nn.initializers.normal(0.02), (self.sizes.seq, width))
+        x = nn.Embed(VOCAB, width, dtype=jnp.dtype(dtype), name="embed")(tokens)
+        x = x + positions[: tokens.shape[1]].astype(dtype)
+        for _ in range(self.sizes.layers):
+            x = Block(self.sizes, self.attention_fn)(x)
+        x = nn.LayerNorm(dtype=dtype)(x)
+        return nn.Dense(VOCAB, dtype=dtype)(x).astype(jnp.float32)  # [batch, seq, VOCAB]
+
+
+def loss_of(model: ByteLM, params, window) -> jax.Array:
+    """Mean cross-entropy of each next byte, in nats; window is [batch, seq + 1]."""
+    logits = model.apply(params, window[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:]).mean()
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def read_text(paths: list[str]) -> np.ndarray:
+    """All text files of these files and folders, one after the other, as bytes."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files += [f for f in found if f.is_file() and (f == path or f.suffix in TEXT_SUFFIXES)]
+    files = [f for f in files if "site-packages" not in f.parts]
+    data = b"\n".join(f.read_bytes() for f in files)
+    return np.frombuffer(data, np.uint8)
+
+
+def windows(data: np.ndarray, sizes: Sizes, rng: np.random.Generator) -> np.ndarray:
+    """A random batch, [batch, seq + 1] int32."""
+    starts = rng.integers(0, len(data) - sizes.seq, sizes.batch)
+    return np.stack([data[s : s + sizes.seq + 1] for s in starts]).astype(np.int32)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Run:
+    """One training run: what `--json` writes."""
+
+    name: str
+    losses: list[float]
+    step_times_s: list[float]
+    held_out_loss: float
+    sample: str
+
+    @property
+    def median_step_s(self) -> float:
+        return statistics.median(self.step_times_s[2:] or self.step_times_s)  # without the compile
+
+
+def perturbed(params):
+    """The embedding table with every entry off by bfloat16's rounding error, up or down."""
+    table = params["params"]["embed"]["embedding"]
+    sign = jax.random.rademacher(jax.random.key(1), table.shape, table.dtype)
+    inner = params["params"] | {"embed": {"embedding": table * (1 + sign * 2.0**-8)}}
+    return params | {"params": inner}
+
+
+def train(
+    name: str,
+    attention_fn: Callable,
+    data: np.ndarray,
+    sizes: Sizes,
+    *,
+    seed: int,
+    change_params: Callable[[Any], Any] = lambda params: params,
+) -> Run:
+    """Trains from `seed`; the last twentieth of the data is held out."""
+    split = len(data) - max(len(data) // 20, sizes.seq + 2)
+    train_data, held_out = data[:split], data[split:]
+    if split < sizes.seq + 2:
+        raise SystemExit(f"{len(data)} bytes of text are too few for --seq {sizes.seq}")
+
+    model = ByteLM(sizes, attention_fn)
+    warmup = max(1, sizes.steps // 20)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, sizes.lr, warmup, max(sizes.steps, warmup + 1), end_value=sizes.lr / 10
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
+    tokens = jnp.zeros((1, sizes.seq), jnp.int32)
+    params = change_params(jax.jit(model.init)(jax.random.key(seed), tokens))
+    state = jax.jit(optimizer.init)(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, window):
+        loss, grads = jax.value_and_grad(functools.partial(loss_of, model))(params, window)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    rng = np.random.default_rng(seed)
+    losses, times = [], []
+    bar = tqdm(range(sizes.steps), desc=name, dynamic_ncols=True)
+    for _ in bar:
+        window = windows(train_data, sizes, rng)
+        start = time.perf_counter()
+        params, state, loss = step(params, state, window)
+        losses.append(float(loss))  # waits for the step
+        times.append(time.perf_counter() - start)
+        bar.set_postfix_str(
+            f"loss {losses[-1]:.3f}, {sizes.batch * sizes.seq / times[-1]:.3g} tok/s"
+        )
+
+    evaluate = jax.jit(functools.partial(loss_of, model))
+    rng = np.random.default_rng(0)
+    held_out_losses = [float(evaluate(params, windows(held_out, sizes, rng))) for _ in range(8)]
+    sample = generate(model, params, b"def ", length=200, seed=seed)
+    return Run(name, losses, times, statistics.mean(held_out_losses), sample)
+
+
+def generate(model: ByteLM, params, prompt: bytes, *, length: int, seed: int) -> str:
+    """`length` bytes after the prompt at temperature 0.8, by running the whole window each time."""
+    window = min(model.sizes.seq, 256)
+
+    @jax.jit
+    def next_byte(params, tokens, last, key):
+        logits = model.apply(params, tokens[None])[0, last]
+        return jax.random.categorical(key, logits / 0.8)
+
+    out = list(prompt)
+    for key in jax.random.split(jax.random.key(seed), length):
+        tokens = np.zeros(window, np.int32)  # causal: what stands behind the last byte is not seen
+        recent = out[-window:]
+        tokens[: len(recent)] = recent
+        out.append(int(next_byte(params, tokens, len(recent) - 1, key)))
+    return bytes(out).decode(errors="replace")
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def mean_difference(a: Run, b: Run, last: int = 50) -> float:
+    """Mean |difference| of the last losses of two runs over the same batches."""
+    return float(np.mean(np.abs(np.subtract(a.losses[-last:], b.losses[-last:]))))
+
+
+def smoothed(losses: list[float]) -> np.ndarray:
+    """Running mean over a twentieth of the run."""
+    span = max(1, len(losses) // 20)
+    return np.convolve(losses, np.ones(span) / span, mode="valid")
+
+
+def save_plot(runs: list[Run], path: Path) -> None:
+    """Loss of each run over its steps: every step faint, the running mean strong."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for run, dash in zip(runs, ("-", "--", ":"), strict=False):
+        mean = smoothed(run.losses)
+        steps = np.arange(len(mean)) + (len(run.losses) - len(mean)) / 2
+        label = f"{run.name} (held out {run.held_out_loss:.3f})"
+        (line,) = axes.plot(steps, mean, dash, label=label)
+        axes.plot(run.losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
+    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="Byte language model")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def summary(runs: list[Run], sizes: Sizes) -> str:
+    """The runs, and how far their losses are apart, as text."""
+    lines = []
+    for run in runs:
+        tokens_per_s = sizes.batch * sizes.seq / run.median_step_s
+        lines.append(
+            f"{run.name}: loss {run.losses[0]:.3f} -> {np.mean(run.losses[-20:]):.3f}, "
+            f"held out {run.held_out_loss:.3f}, "
+            f"median step {run.median_step_s * 1e3:.1f} ms, {tokens_per_s:,.0f} tokens/s"
+        )
+    by_name = {run.name: run for run in runs}
+    if {"flash", "jax"} <= by_name.keys():
+        flash, reference = by_name["flash"], by_name["jax"]
+        lines.append(f"step time jax / flash: {reference.median_step_s / flash.median_step_s:.2f}")
+        lines.append(
+            "mean |difference| of the last 50 losses, "
+            f"flash and jax: {mean_difference(flash, reference):.2e}"
+        )
+    if {"jax", "jax-perturbed"} <= by_name.keys():
+        lines.append(
+            "mean |difference| of the last 50 losses, jax and jax perturbed by one rounding: "
+            f"{mean_difference(by_name['jax'], by_name['jax-perturbed']):.2e}"
+        )
+    return "\n".join(lines)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--attention", choices=sorted(ATTENTION), default="flash")
+    add("--compare", action="store_true", help="train with both, from one seed")
+    add("--perturb", action="store_true", help="and with jax from inputs one rounding away")
+    add("--text", nargs="+", metavar="PATH", help="files or folders; default: Python's library")
+    defaults = default_sizes(jax.default_backend() == "gpu")
+    for field in dataclasses.fields(Sizes):
+        default = getattr(defaults, field.name)
+        add(f"--{field.name}", type=type(default), default=default, help=f"default {default}")
+    add("--seed", type=int, default=0)
+    add("--plot", type=Path, default=Path("train_lm.png"), help="default train_lm.png")
+    add("--json", type=Path, help="write losses and step times here")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> list[Run]:
+    """Runs the program; returns its runs."""
+    args = parse_args(argv)
+    sizes = Sizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Sizes)})
+    data = read_text(args.text or [sysconfig.get_paths()["stdlib"]])
+    print(f"{len(data) / 1e6:.1f} MB of text, {sizes}, on {jax.devices()[0].device_kind}")
+
+    names = ["flash", "jax"] if args.compare else [args.attention]
+    runs = [train(name, ATTENTION[name], data, sizes, seed=args.seed) for name in names]
+    if args.perturb:
+        run = functools.partial(train, data=data, sizes=sizes, seed=args.seed)
+        runs.append(run("jax-perturbed", jax_attention, change_params=perturbed))
+
+    for run in runs:
+        print(f"\n--- a sample, {run.name} ---\n{run.sample}")
+    print(f"\n{summary(runs, sizes)}")
+    save_plot(runs, args.plot)
+    print(f"loss plot: {args.plot}")
+    if args.json:
+        results = [dataclasses.asdict(run) | {"median_step_s": run.median_step_s} for run in runs]
+        record = {"sizes": dataclasses.asdict(sizes), "seed": args.seed, "runs": results}
+        args.json.write_text(json.dumps(record, indent=1))
+    return runs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Times attention against the other implementations installed here, in one process.
+
+    python -m pallas_flash.benchmark                 the named shapes, ours and every peer
+    python -m pallas_flash.benchmark --quick         a few of them
+    python -m pallas_flash.benchmark --only d128     those whose name contains it
+
+Every result is checked against a peer before it is timed. On a GPU a time is that of the kernels
+(CUPTI: three warm-ups, then the median of ten launches), elsewhere wall time. `forward` is the
+call alone, `backward` is forward+backward minus forward, so it includes everything a gradient
+needs. Burst figures like these are above what a power-limited card holds for seconds, for every
+implementation alike: read the ratios.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_flash
+
+WARM_UPS = 3
+LAUNCHES = 10
+MAX_RELATIVE_ERROR = 1e-2  # between two bfloat16 implementations; rounding alone is 2e-3..4e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A named problem: B batch, T queries and keys, N and K heads, H head_dim."""
+
+    name: str
+    batch: int
+    length: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    causal: bool
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def forward_flops(self) -> float:
+        """4 B N T^2 H for the two products, half of it when causal, of the true lengths."""
+        pairs = sum(n * n for n in self.lengths or (self.length,) * self.batch)
+        return 4 * self.num_q_heads * pairs * self.head_dim * (0.5 if self.causal else 1)
+
+    @property
+    def backward_flops(self) -> float:
+        """Five products where the forward has two."""
+        return 2.5 * self.forward_flops
+
+
+def _dense(head_dim: int, length: int, causal: bool, tokens: int = 16_384, width: int = 2048):
+    heads = width // head_dim
+    name = f"d{head_dim}-t{length}-{'causal' if causal else 'full'}"
+    return Shape(name, tokens // length, length, heads, heads, head_dim, causal)
+
+
+GPU_SHAPES = (
+    *(_dense(d, 8192, c) for d in (64, 128, 256) for c in (False, True)),
+    *(
+        Shape(f"gqa-32-8-d128-t8192-{'causal' if c else 'full'}", 2, 8192, 32, 8, 128, c)
+        for c in (False, True)
+    ),
+    Shape("mha-32-d128-t8192-causal", 2, 8192, 32, 32, 128, True),
+    Shape("mha-32-d128-t8192-full", 2, 8192, 32, 32, 128, False),
+    *(_dense(d, 2048, c) for d in (64, 128) for c in (False, True)),
+    Shape("lengths-d128-causal", 4, 4096, 16, 16, 128, True, (4096, 3000, 1000, 100)),
+    *(_dense(128, t, True) for t in (128, 512, 1024)),
+)
+QUICK_SHAPES = tuple(_dense(d, 8192, True) for d in (64, 128, 256))
+CPU_SHAPES = tuple(
+    Shape(f"d64-t{t}-{'causal' if c else 'full'}", 1, t, 2, 2, 64, c)
+    for t in (256, 1024)
+    for c in (False, True)
+)
+
+
+def implementations() -> dict[str, Callable[..., jax.Array]]:
+    """Ours and every peer that is installed: f(q, k, v, causal=..., lengths=...)."""
+
+    def ours(q, k, v, *, causal, lengths, **kwargs):
+        return pallas_flash.dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=causal,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            **kwargs,
+        )
+
+    def of_jax(q, k, v, *, causal, lengths, implementation):
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=causal,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation=implementation,
+        )
+
+    found: dict[str, Callable[..., jax.Array]] = {"pallas_flash": ours}
+    if jax.default_backend() != "gpu":
+        found["jax.nn xla"] = functools.partial(of_jax, implementation="xla")
+        return found
+    found["deterministic"] = functools.partial(ours, deterministic_backward=True)
+    found["cudnn"] = functools.partial(of_jax, implementation="cudnn")
+    return found
+
+
+def kernel_times(function: Callable[..., Any], *args: Any) -> float:
+    """Milliseconds of GPU kernels in one call: the sum over kernels of each one's median."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    for _ in range(WARM_UPS):
+        jax.block_until_ready(function(*args))
+    _, runs = profiler.measure(function, iterations=LAUNCHES, aggregate=False)(*args)
+    by_name: dict[str, list[float]] = {}
+    for run in runs:
+        for name, milliseconds in run:
+            by_name.setdefault(name, []).append(milliseconds)
+    return sum(statistics.median(t) * len(t) / LAUNCHES for t in by_name.values())
+
+
+def wall_times(function: Callable[..., Any], *args: Any) -> float:
+    """Milliseconds of one call by the wall clock, the median."""
+    times = []
+    for i in range(WARM_UPS + LAUNCHES):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[WARM_UPS:])
+
+
+def _inputs(shape: Shape, dtype: Any):
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_q_heads)
+    arrays = [
+        jax.random.normal(key, (shape.batch, shape.length, n, shape.head_dim), dtype)
+        for key, n in zip(keys, heads, strict=True)
+    ]
+    lengths = None if shape.lengths is None else jnp.array(shape.lengths, jnp.int32)
+    if lengths is not None:  # implementations differ in rows past the length: ask nothing of them
+        inside = jnp.arange(shape.length)[None] < lengths[:, None]
+        arrays[3] = jnp.where(inside[:, :, None, None], arrays[3], 0)
+    return arrays, lengths
+
+
+def _passes(attention: Callable[..., jax.Array], shape: Shape):
+    """Jitted forward(q, k, v, lengths) and both(q, k, v, dout, lengths) -> out and gradients."""
+
+    @jax.jit
+    def forward(q, k, v, lengths):
+        return attention(q, k, v, causal=shape.causal, lengths=lengths)
+
+    @jax.jit
+    def both(q, k, v, dout, lengths):
+        call = lambda q, k, v: attention(q, k, v, causal=shape.causal, lengths=lengths)
+        out, vjp = jax.vjp(call, q, k, v)
+        return out, *vjp(dout)
+
+    return forward, both
+
+
+@jax.jit
+def _relative_error(got, wanted):
+    got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
+    return jnp.linalg.norm((got - wanted).ravel()) / jnp.linalg.norm(wanted.ravel())
+
+
+def _mask_rows(x, lengths):
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1])[None] < lengths[:, None]
+    return jnp.where(inside[:, :, None, None], x, 0)
+
+
+def run_shape(shape: Shape, dtype: Any, chosen: dict[str, Callable[..., jax.Array]]) -> dict:
+    """Checks and times one shape with every implementation."""
+    measure = kernel_times if jax.default_backend() == "gpu" else wall_times
+    (q, k, v, dout), lengths = _inputs(shape, dtype)
+    row: dict[str, Any] = dataclasses.asdict(shape) | {"results": {}}
+    passes = {name: _passes(f, shape) for name, f in chosen.items()}
+    reference = None
+    for name in reversed(chosen):  # peers first: ours is checked against the last of them
+        forward, both = passes[name]
+        result: dict[str, Any] = {}
+        row["results"][name] = result
+        try:
+            got = [_mask_rows(x, lengths) for x in both(q, k, v, dout, lengths)]
+            if reference is None:
+                reference = got
+            else:
+                errors = [
+                    float(_relative_error(a, b)) for a, b in zip(got, reference, strict=True)
+                ]
+                result["relative_errors"] = errors
+                if not max(errors) < MAX_RELATIVE_ERROR:
+                    result["failed"] = f"relative errors {errors}"
+                    continue
+            del got
+            forward_ms = measure(forward, q, k, v, lengths)
+            both_ms = measure(both, q, k, v, dout, lengths)
+        except Exception as error:  # a peer that refuses a shape is a row of the table, too
+            result["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+            continue
+        backward_ms = both_ms - forward_ms
+        result |= dict(
+            forward_ms=forward_ms,
+            both_ms=both_ms,
+            backward_ms=backward_ms,
+            forward_tflops=shape.forward_flops / forward_ms / 1e9,
+            backward_tflops=shape.backward_flops / backward_ms / 1e9,
+        )
+    return row
+
+
+def _print_row(row: dict) -> None:
+    results = row["results"]
+    peers = {n: r for n, r in results.items() if n not in ("pallas_flash", "deterministic")}
+    for name in sorted(results, key=lambda n: n != "pallas_flash"):
+        result = results[name]
+        if "failed" in result:
+            print(f"{row['name']:32s} {name:14s} FAILED {result['failed']}", flush=True)
+            continue
+        line = (
+            f"{row['name']:32s} {name:14s}"
+            f" fwd {result['forward_ms']:8.3f} ms {result['forward_tflops']:6.1f} TFLOP/s"
+            f" bwd {result['backward_ms']:8.3f} ms {result['backward_tflops']:6.1f} TFLOP/s"
+        )
+        if name == "pallas_flash":
+            for what in ("forward_ms", "backward_ms"):
+                best = min((r[what] for r in peers.values() if what in r), default=math.nan)
+                line += f"  {what[:3]} x{best / result[what]:.3f}"
+        print(line, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="three shapes only")
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    options = parser.parse_args(argv)
+    on_gpu = jax.default_backend() == "gpu"
+    shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
+    shapes = (QUICK_SHAPES if on_gpu else CPU_SHAPES[:2]) if options.quick else shapes
+    dtype = jnp.bfloat16 if on_gpu else jnp.float32
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, {jnp.dtype(dtype).name}", flush=True)
+    rows = []
+    for shape in shapes:
+        if options.only in shape.name:
+            rows.append(run_shape(shape, dtype, implementations()))
+            _print_row(rows[-1])
+            if options.json:
+                told = dict(device=device, jax=jax.__version__, dtype=jnp.dtype(dtype).name)
+                options.json.write_text(json.dumps(told | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

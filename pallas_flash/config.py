@@ -1,0 +1,116 @@
+"""How a kernel is cut and scheduled: frozen, hashable, self-checking. No numbers are chosen here."""
+
+import dataclasses
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """One forward kernel.
+
+    Attributes:
+      compute_wgs: consumer warpgroups, 64 query rows each.
+      block_kv: keys a step.
+      num_stages: slots of the K ring and of the V ring.
+      overlap: issue QK of the next step before this step's softmax (else in turn).
+      rescale_threshold: in log2 units; rescale the accumulator only when a row's maximum grew by
+        more. 0 rescales every step. Exact in real arithmetic either way.
+      q_stages: slots of the Q ring.
+      output_through_q: stage the output in the Q buffer.
+      persistent: one block an SM over a schedule made ahead (else one block a tile).
+      head_group: heads whose K and V are meant to share L2.
+    """
+
+    compute_wgs: int = 2
+    block_kv: int = 128
+    num_stages: int = 2
+    overlap: bool = True
+    rescale_threshold: float = 0.0
+    q_stages: int = 1
+    output_through_q: bool = True
+    persistent: bool = True
+    head_group: int = 8
+
+    def __post_init__(self):
+        _require(self.compute_wgs in (2, 3), f"compute_wgs={self.compute_wgs} must be 2 or 3")
+        _require(
+            self.block_kv % 64 == 0 and 64 <= self.block_kv <= 256,
+            f"block_kv={self.block_kv} must be 64, 128, 192 or 256: the swizzle of V needs 64s",
+        )
+        _require(self.num_stages >= 2, f"num_stages={self.num_stages} must be at least 2")
+        _require(self.q_stages >= 1, f"q_stages={self.q_stages} must be at least 1")
+        _require(self.head_group >= 1, f"head_group={self.head_group} must be at least 1")
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.compute_wgs
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """One fused backward kernel.
+
+    Attributes:
+      split: 'keys': each consumer owns half of the block's keys, dk and dv of them; 'roles': one
+        consumer owns dv, the other dk, of all keys of the block.
+      block_q: queries a step.
+      block_kv: keys of a block.
+      num_stages: slots of the q and dout ring.
+      dq_first: issue dq of the tile before ahead of this tile's dv and dk.
+      dv_early: issue dv before dP is awaited ('keys' only).
+      dk_from_smem: dk reads dS back from shared memory ('keys' only).
+    """
+
+    split: str = "keys"
+    block_q: int = 64
+    block_kv: int = 128
+    num_stages: int = 2
+    dq_first: bool = False
+    dv_early: bool = True
+    dk_from_smem: bool = False
+
+    def __post_init__(self):
+        _require(self.split in ("keys", "roles"), f"split={self.split!r} must be keys or roles")
+        _require(self.block_q in (64, 128), f"block_q={self.block_q} must be 64 or 128")
+        _require(
+            self.block_kv == (128 if self.split == "keys" else 64),
+            f"block_kv={self.block_kv} must be 128 with split='keys', 64 with split='roles'",
+        )
+        _require(self.num_stages >= 2, f"num_stages={self.num_stages} must be at least 2")
+
+
+@dataclasses.dataclass(frozen=True)
+class DqConfig:
+    """One dq kernel of the deterministic backward.
+
+    Attributes:
+      compute_wgs: consumer warpgroups, 64 query rows each.
+      block_kv: keys a step.
+      k_stages: slots of the K ring.
+      v_stages: slots of the V ring.
+      head_group: heads whose K and V are meant to share L2.
+    """
+
+    compute_wgs: int = 2
+    block_kv: int = 64
+    k_stages: int = 2
+    v_stages: int = 2
+    head_group: int = 8
+
+    def __post_init__(self):
+        _require(self.compute_wgs in (2, 3), f"compute_wgs={self.compute_wgs} must be 2 or 3")
+        _require(
+            self.block_kv in (64, 128),
+            f"block_kv={self.block_kv} must be 64 or 128: the swizzle of K needs 64s, registers end",
+        )
+        _require(self.k_stages >= 2, f"k_stages={self.k_stages} must be at least 2")
+        _require(self.v_stages >= 1, f"v_stages={self.v_stages} must be at least 1")
+        _require(self.head_group >= 1, f"head_group={self.head_group} must be at least 1")
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.compute_wgs

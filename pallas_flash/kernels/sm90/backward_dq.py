@@ -1,0 +1,440 @@
+"""dq alone, without atomics: the second kernel of the deterministic backward.
+
+One block makes one tile of dq and walks the keys in a fixed order, so two runs give the same bits:
+
+    for each kv tile:   S  = Q K^T                    [64, block_kv] a consumer
+                        dP = dO V^T
+                        P  = 2^(scale2 S - lse2)
+                        dS = P (dP - delta)
+                        dQ = dQ + dS K                registers, until the end
+    dq = scale dQ       through the rows of Q in shared memory
+
+One producer warpgroup loads Q and dO once and rings of K and V by TMA; consumer warpgroups hold 64
+query rows each. dQ of step i - 1 is issued at the top of step i, ahead of its S and dP: these three
+run back to back while the other consumer, which waits for the tensor-core token, computes its P and
+dS. Step -1 has dS = 0, which costs one small product a tile and saves a copy of the loop. A tile
+without visible keys makes one step in which everything is hidden.
+
+Queries are rows here, so lse and delta are two registers a thread and accumulators start from zero,
+which is free while other products run; a start from the statistics would wait for them.
+
+Shared memory: q [block_q, H], dout [block_q, Hv], k [k_stages, block_kv, H],
+v [v_stages, block_kv, Hv].
+
+| barrier    | arrives        | waits     | arrivals    | means |
+|------------|----------------|-----------|-------------|---------------------------------|
+| q_ready    | TMA            | consumers | 1           | q is there                      |
+| dout_ready | TMA            | consumers | 1           | dout is there                   |
+| k_ready    | TMA            | consumers | 1           | a slot of the K ring is there   |
+| k_consumed | each consumer  | producer  | compute_wgs | S and dQ of that step are done  |
+| v_ready    | TMA            | consumers | 1           | a slot of the V ring is there   |
+| v_consumed | each consumer  | producer  | compute_wgs | dP of that step is done         |
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import masks, tile_math
+from pallas_flash.config import DqConfig
+from pallas_flash.kernels.sm90 import forward, mma, smem, tails
+
+Array = Any
+Int = masks.Int
+WG_ROWS = forward.WG_ROWS
+
+
+def flash_backward_dq(
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    lse_init: Array,
+    delta_init: Array,
+    scale: Array,
+    *,
+    mask: masks.Mask,
+    q_len: int,
+    kv_len: int,
+    query_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    window: Array | None = None,
+    config: DqConfig,
+    out_float32: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    """dq of attention, bit-equal from run to run.
+
+    B batch, T queries, S keys, N query heads, K kv heads, H head_dim, Hv head_dim_v.
+
+    Args:
+      q: (B, T, N, H), bfloat16 or float16; T and S are multiples of 8, zero past q_len and kv_len.
+      k: (B, S, K, H).
+      v: (B, S, K, Hv); query head n reads kv head n // (N / K).
+      dout: (B, T, N, Hv).
+      lse_init: float32 (B, N, Tl), Tl >= q_len, -lse / scale with lse in natural log; -inf for rows
+        that see no key.
+      delta_init: float32 (B, N, Tl), -sum(out * dout) + dlse; finite for every row before
+        `query_lengths`.
+      scale: float32 (B,), positive.
+      mask: any mask whose bounds say everything.
+      q_len: true number of queries, at most T and more than T - 8.
+      kv_len: true number of keys, at most S and more than S - 8.
+      query_lengths: int32 (B,), in [0, q_len]; with a mask that has a query length. Behind it q and
+        dout may hold anything.
+      kv_lengths: int32 (B,), in [0, kv_len]; with a mask that has a kv length. Behind it k and v
+        may hold anything.
+      window: int32 (2,), left and right side; with a window mask.
+      config: tiles and rings.
+      out_float32: return dq / scale, in float32.
+      interpret: run in Pallas' interpret mode.
+
+    Returns:
+      (B, T, N, H), dq in the dtype of q, or dq / scale in float32. A row that sees no key has 0.
+      Rows at or past q_len mean nothing.
+
+    Raises:
+      ValueError: where the scratch of `config` does not fit in shared memory.
+    """
+    batch, padded_len, num_q_heads, head_dim = q.shape
+    plan = _Plan(
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        num_q_heads=num_q_heads,
+        num_kv_heads=k.shape[2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        dtype=jnp.dtype(q.dtype).name,
+        mask=mask,
+        config=config,
+        out_float32=out_float32,
+        interpret=interpret,
+    )
+    smem.check_smem(f"{config} with head_dim={head_dim}, head_dim_v={v.shape[3]}", _scratch(plan))
+    tail = lambda x: None if kv_lengths is None else tails.tail_tile(x, kv_lengths, config.block_kv)
+    operands = dict(
+        q=q,
+        k=k,
+        v=v,
+        dout=dout,
+        lse_init=_whole_rows(lse_init, -jnp.inf),
+        delta_init=_whole_rows(delta_init, 0.0),
+        scale=scale,
+        query_lengths=query_lengths,
+        kv_lengths=kv_lengths,
+        window=window,
+        k_tail=tail(k),
+        v_tail=tail(v),
+    )
+    operands = {name: x for name, x in operands.items() if x is not None}
+
+    def flash_backward_dq_kernel(*refs, scratch):
+        gmem = _Gmem(**dict(zip((*operands, "dq"), refs, strict=True)))
+        zero = jnp.int32(0)
+        tile = forward._tile(plan, gmem, lax.axis_index("block"), zero, zero)
+        wg = lax.axis_index("wg")
+        pl.when(wg < config.compute_wgs)(lambda: _consume(plan, gmem, scratch, tile, wg))
+        pl.when(wg == config.compute_wgs)(lambda: _produce(plan, gmem, scratch, tile))
+
+    dq = plgpu.kernel(
+        flash_backward_dq_kernel,
+        out_type=plan.out_type(padded_len),
+        scratch_types=dict(scratch=_scratch(plan)),
+        grid=(plan.num_tiles,),
+        grid_names=("block",),
+        num_threads=config.compute_wgs + 1,
+        thread_name="wg",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )(*operands.values())
+    return dq[:, :padded_len]
+
+
+def dq_smem_bytes(config: DqConfig, head_dim: int, head_dim_v: int, dtype) -> int:
+    """Bytes of shared memory that a launch takes, counted from its own scratch."""
+    plan = _Plan(
+        head_dim=head_dim, head_dim_v=head_dim_v, dtype=jnp.dtype(dtype).name, config=config
+    )
+    return smem.smem_bytes(_scratch(plan))
+
+
+def _whole_rows(statistic: Array, fill: float) -> Array:
+    """[..., Tl] with Tl a multiple of what one consumer reads."""
+    missing = -statistic.shape[-1] % WG_ROWS
+    if not missing:
+        return statistic
+    return jnp.pad(statistic, ((0, 0), (0, 0), (0, missing)), constant_values=fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan(forward._Plan):
+    """Everything static about one launch."""
+
+    config: DqConfig
+    out_float32: bool = False
+
+    def out_type(self, padded_len: int) -> jax.ShapeDtypeStruct:
+        """float32 leaves by plain stores, which clip nothing: whole tiles."""
+        if not self.out_float32:
+            rows, dtype = padded_len, jnp.dtype(self.dtype)
+        else:
+            rows, dtype = self.num_q_tiles * self.config.block_q, jnp.float32
+        return jax.ShapeDtypeStruct((self.batch, rows, self.num_q_heads, self.head_dim), dtype)
+
+    @property
+    def accumulators(self) -> dict[str, tuple[int, int]]:
+        tile = (WG_ROWS, self.config.block_kv)
+        return dict(dq=(WG_ROWS, self.head_dim), scores=tile, dp=tile)
+
+
+class _Scratch(NamedTuple):
+    """Shared memory of a block; the module's docstring says who uses it."""
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    accumulators: Any
+    q_ready: Any
+    dout_ready: Any
+    k_ready: Any
+    k_consumed: Any
+    v_ready: Any
+    v_consumed: Any
+
+
+def _scratch(plan: _Plan) -> _Scratch:
+    c, dtype = plan.config, jnp.dtype(plan.dtype)
+    ready, consumed = plgpu.Barrier, functools.partial(plgpu.Barrier, num_arrivals=c.compute_wgs)
+    return _Scratch(
+        q=smem.tiled_smem((c.block_q, plan.head_dim), dtype),
+        dout=smem.tiled_smem((c.block_q, plan.head_dim_v), dtype),
+        k=smem.tiled_smem((c.k_stages, c.block_kv, plan.head_dim), dtype),
+        v=smem.tiled_smem((c.v_stages, c.block_kv, plan.head_dim_v), dtype),
+        accumulators=plan.op.accumulator_scratch(c.compute_wgs, **plan.accumulators),
+        q_ready=ready(),
+        dout_ready=ready(),
+        k_ready=ready(num_barriers=c.k_stages),
+        k_consumed=consumed(num_barriers=c.k_stages),
+        v_ready=ready(num_barriers=c.v_stages),
+        v_consumed=consumed(num_barriers=c.v_stages),
+    )
+
+
+class _Gmem(NamedTuple):
+    """Operands and results by name; None where absent."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse_init: Any
+    delta_init: Any
+    scale: Any
+    dq: Any
+    query_lengths: Any = None
+    kv_lengths: Any = None
+    window: Any = None
+    k_tail: Any = None
+    v_tail: Any = None
+
+
+class _Work(NamedTuple):
+    """One q tile in the hands of one warpgroup."""
+
+    plan: _Plan
+    scratch: _Scratch
+    tile: forward._Tile
+    wg: Int
+
+    @property
+    def row0(self) -> Int:
+        """First query of this consumer."""
+        return self.tile.q_lo + self.wg * WG_ROWS
+
+    def my_rows(self, ref):
+        """This consumer's rows of the q or dout tile."""
+        return ref.at[pl.ds(self.wg * WG_ROWS, WG_ROWS)]
+
+    def k_slot(self, i: Int) -> Int:
+        return forward._rem(i, self.plan.config.k_stages)
+
+    def v_slot(self, i: Int) -> Int:
+        return forward._rem(i, self.plan.config.v_stages)
+
+
+# --- producer ------------------------------------------------------------------------------------
+
+
+def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: forward._Tile) -> None:
+    """The producer warpgroup: loads everything of this tile, in the order of its use."""
+    c, steps = plan.config, jnp.int32(tile.walk.steps)
+    plgpu.set_max_registers(forward._REGISTERS[c.compute_wgs][1], action="decrease")
+    rows = pl.ds(tile.q_lo, c.block_q)
+    load_k = functools.partial(
+        _load, plan, gmem, tile, gmem.k, gmem.k_tail, scratch.k, scratch.k_ready, scratch.k_consumed
+    )
+    load_v = functools.partial(
+        _load, plan, gmem, tile, gmem.v, gmem.v_tail, scratch.v, scratch.v_ready, scratch.v_consumed
+    )
+
+    def load_both(i, _):
+        load_k(i)
+        load_v(i)
+        return ()
+
+    plgpu.copy_gmem_to_smem(gmem.q.at[tile.batch, rows, tile.head], scratch.q, scratch.q_ready)
+    plgpu.copy_gmem_to_smem(
+        gmem.dout.at[tile.batch, rows, tile.head], scratch.dout, scratch.dout_ready
+    )
+    lax.fori_loop(jnp.int32(0), steps, load_both, ())
+    forward._drain(scratch.k_consumed, steps, c.k_stages)
+    forward._drain(scratch.v_consumed, steps, c.v_stages)
+
+
+def _load(plan, gmem, tile, array, tail, ring, ready, consumed, i: Int) -> None:
+    """K or V of step i; the tile that the kv length cuts comes from its clean copy."""
+    block_kv, num_slots = plan.config.block_kv, ring.shape[0]
+    head, ki = forward._div(tile.head, plan.q_per_kv), tile.walk.last - i
+    slot = forward._rem(i, num_slots)
+    pl.when(i >= num_slots)(lambda: plgpu.barrier_wait(consumed.at[slot]))
+
+    def load(ref, first_key):
+        keys = pl.ds(first_key, block_kv)
+        plgpu.copy_gmem_to_smem(
+            ref.at[tile.batch, keys, head], ring.at[slot], ready.at[slot]
+        )
+
+    if tail is None:
+        load(array, ki * block_kv)
+        return
+    is_cut = ki == forward._div(gmem.kv_lengths[tile.batch], block_kv)
+    pl.when(is_cut)(lambda: load(tail, 0))
+    pl.when(jnp.logical_not(is_cut))(lambda: load(array, ki * block_kv))
+
+
+# --- consumers -----------------------------------------------------------------------------------
+
+
+class _Statistics(NamedTuple):
+    """Of the rows of one consumer.
+
+    Attributes:
+      scale2: from q.k to log2 units.
+      lse2: log-sum-exp in log2 units, +inf for rows that see no key. [64]
+      delta: [64]
+    """
+
+    scale2: Any
+    lse2: Any
+    delta: Any
+
+
+def _consume(
+    plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: forward._Tile, wg: Int
+) -> None:
+    """A consumer warpgroup: dq of its 64 rows."""
+    op, num_wgs = plan.op, plan.config.compute_wgs
+    plgpu.set_max_registers(forward._REGISTERS[num_wgs][0], action="increase")
+    work = _Work(plan, scratch, tile, wg)
+    statistics = _load_statistics(work, gmem)
+    pl.when(wg == 0)(lambda: op.token_pass(jnp.int32(0), num_wgs))
+    plgpu.barrier_wait(scratch.q_ready)
+    plgpu.barrier_wait(scratch.dout_ready)
+    dq = op.with_accumulators(
+        functools.partial(_walk, work, statistics),
+        scratch.accumulators,
+        wg,
+        **plan.accumulators,
+    )
+    _finish(work, gmem, dq)
+
+
+def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
+    # A tile may end past Tl; rows there are stored nowhere, so any statistic will do.
+    row0 = lax.min(work.row0, jnp.int32(gmem.lse_init.shape[-1] - WG_ROWS))
+
+    def load(ref):
+        rows = ref.at[work.tile.batch, work.tile.head, pl.ds(row0, WG_ROWS)]
+        return plgpu.load(rows, layout=mma.ROW_LAYOUT, optimized=False)
+
+    scale2 = gmem.scale[work.tile.batch] * tile_math.LOG2E
+    return _Statistics(scale2, -(load(gmem.lse_init) * scale2), -load(gmem.delta_init))
+
+
+def _zeros(columns: int):
+    return plgpu.layout_cast(jnp.zeros((WG_ROWS, columns), jnp.float32), mma.ACC_LAYOUT)
+
+
+def _walk(work: _Work, statistics: _Statistics, *, dq, scores, dp):
+    """All steps; returns the sum of dS K. [64, head_dim]"""
+    plan, scratch = work.plan, work.scratch
+    last = jnp.int32(work.tile.walk.steps) - 1
+    step = functools.partial(_step, work, statistics, dq, scores, dp)
+    no_ds = _zeros(plan.config.block_kv).astype(plan.dtype)
+    ds = forward._for_each_step(work, 0, step, no_ds)
+    plan.op.wgmma(dq, ds, scratch.k.at[work.k_slot(last)])
+    acc = plan.op.load(dq)
+    plgpu.barrier_arrive(scratch.k_consumed.at[work.k_slot(last)])
+    return acc
+
+
+def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, masked: bool):
+    """dQ of step i - 1 from its dS; S, dP, P and dS of step i. Returns dS."""
+    op, scratch, c = work.plan.op, work.scratch, work.plan.config
+    work = work._replace(wg=lax.optimization_barrier(work.wg))
+    slot, v_slot = work.k_slot(i), work.v_slot(i)
+    before = work.k_slot(lax.max(i - 1, jnp.int32(0)))  # dS of step -1 is 0: any K that is there
+    op.set(scores, _zeros(c.block_kv))
+    op.set(dp, _zeros(c.block_kv))
+    plgpu.barrier_wait(scratch.k_ready.at[slot])
+    op.token_take(work.wg)
+    op.wgmma(dq, ds, scratch.k.at[before])
+    op.wgmma(scores, work.my_rows(scratch.q), scratch.k.at[slot].transpose((1, 0)))
+    plgpu.barrier_wait(scratch.v_ready.at[v_slot])
+    op.wgmma(dp, work.my_rows(scratch.dout), scratch.v.at[v_slot].transpose((1, 0)))
+    op.token_pass(forward._rem(work.wg + 1, c.compute_wgs), c.compute_wgs)
+
+    op.wait(2)
+    pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.k_consumed.at[before]))
+    weights = _weights(work, statistics, i, op.load(scores, 1), masked)
+    dp = op.load(dp)
+    plgpu.barrier_arrive(scratch.v_consumed.at[v_slot])
+    ds = weights * (dp - tile_math.spread(statistics.delta, dp.shape))
+    return ds.astype(work.plan.dtype)
+
+
+def _weights(work: _Work, statistics: _Statistics, i: Int, scores, masked: bool):
+    """P of step i. [64, block_kv]"""
+    if masked:
+        # Rows are independent, those behind the query length are cleared at the end: no test here.
+        bounds = dataclasses.replace(work.tile.bounds, q_end=None)
+        kv0 = (work.tile.walk.last - i) * work.plan.config.block_kv
+        scores = work.plan.op.hide_outside(scores, bounds, work.row0, kv0, q_axis=0)
+    return tile_math.weights(scores, statistics.scale2, statistics.lse2)
+
+
+def _finish(work: _Work, gmem: _Gmem, dq) -> None:
+    """Writes dq of these 64 rows, 0 behind the query length."""
+    plan, tile = work.plan, work.tile
+    if gmem.query_lengths is not None:
+        row = work.row0 + plgpu.broadcasted_iota(jnp.int32, dq.shape, 0, layout=mma.ACC_LAYOUT)
+        dq = jnp.where(row < gmem.query_lengths[tile.batch], dq, 0.0)
+    out = gmem.dq.at[tile.batch, pl.ds(work.row0, WG_ROWS), tile.head]
+    if plan.out_float32:
+        out[...] = dq
+        return
+    staged = work.my_rows(work.scratch.q)
+    staged[...] = (dq * gmem.scale[tile.batch]).astype(plan.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, out)
+    plgpu.wait_smem_to_gmem(0)

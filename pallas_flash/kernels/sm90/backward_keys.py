@@ -1,0 +1,252 @@
+"""The split for head dims up to 128: each consumer owns 64 of the block's 128 keys.
+
+A consumer keeps dk and dv of its keys in registers for the whole walk. dS of both consumers meets
+in shared memory, because dq needs all keys of the block: consumer 0 makes one half of each dq
+tile, consumer 1 the other (rows of a 128-row tile, columns of a 64-row one).
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels.sm90 import backward_common as common
+from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
+from pallas_flash.kernels.sm90.smem import tiled_smem
+from pallas_flash.tile_math import LOG2E
+
+ROWS = 64  # keys of one consumer
+# Whoever writes dS of tile i has seen both consumers finish tile i - 3: four slots need no barrier
+# that says "consumed", three would.
+DS_SLOTS = 4
+
+
+class Smem(NamedTuple):
+    """Shared memory. `accumulators` is empty on a GPU."""
+
+    q: Ref  # [num_stages, block_q, head_dim]
+    dout: Ref  # [num_stages, block_q, head_dim_v]
+    neg_lse: Ref  # [num_stages, block_q]
+    neg_delta: Ref  # [num_stages, block_q]
+    k: Ref  # [128, head_dim], at the end dk
+    v: Ref  # [128, head_dim_v], at the end dv
+    ds: Ref  # [DS_SLOTS, 128, block_q]
+    accumulators: dict[str, Ref]
+
+
+class Barriers(NamedTuple):
+    """See the table in backward.py."""
+
+    kv_ready: Ref
+    tile_ready: Ref
+    tile_consumed: Ref
+    done: Ref
+    ds_ready: Ref
+
+
+class Accumulators(NamedTuple):
+    dk: Any  # [64, head_dim]
+    dv: Any  # [64, head_dim_v]
+    s: Any  # [64, block_q]
+    dp: Any  # [64, block_q]
+    dq: Any = None  # a consumer's half of [block_q, head_dim]
+
+
+def _dq_shape(launch: Launch) -> tuple[int, int]:
+    """Of one consumer's half of a dq tile."""
+    block_q = launch.config.block_q
+    return (64, launch.head_dim // 2 if block_q == 64 else launch.head_dim)
+
+
+def _accumulator_shapes(launch: Launch) -> dict[str, tuple[int, int]]:
+    block_q = launch.config.block_q
+    shapes = dict(
+        dk=(ROWS, launch.head_dim),
+        dv=(ROWS, launch.head_dim_v),
+        s=(ROWS, block_q),
+        dp=(ROWS, block_q),
+    )
+    return shapes | (dict(dq=_dq_shape(launch)) if launch.make_dq else {})
+
+
+def check(launch: Launch) -> None:
+    """Raises ValueError where this split cannot cut the problem."""
+    needed = 64 if launch.head_dim == 128 else 128
+    if launch.head_dim > 128 or launch.head_dim_v > 128:
+        raise ValueError(
+            f"head_dim={launch.head_dim}, head_dim_v={launch.head_dim_v}: split='keys' holds at "
+            "most 128 of each in registers; use split='roles'"
+        )
+    if launch.make_dq and launch.config.block_q != needed:
+        raise ValueError(
+            f"block_q={launch.config.block_q}: with head_dim={launch.head_dim} each consumer's half "
+            f"of dq is 64 x 64 only with block_q={needed}"
+        )
+
+
+def scratch(launch: Launch) -> dict[str, Any]:
+    """Shared memory and barriers of one block."""
+    ds = tiled_smem((DS_SLOTS, 2 * ROWS, launch.config.block_q), launch.dtype)
+    accumulators = launch.op.accumulator_scratch(common.CONSUMERS, **_accumulator_shapes(launch))
+    return dict(
+        smem=Smem(
+            ds=ds if launch.make_dq else None,
+            accumulators=accumulators,
+            **common.tile_smem(launch),
+        ),
+        bars=Barriers(
+            ds_ready=plgpu.Barrier(num_barriers=DS_SLOTS, num_arrivals=common.CONSUMERS),
+            **common.tile_barriers(launch),
+        ),
+    )
+
+
+def run_roles(block: Block, wg) -> None:
+    """What warpgroup `wg` does."""
+    pl.when(wg < common.CONSUMERS)(lambda: _consume(block, wg))
+    pl.when(wg == common.CONSUMERS)(lambda: common.produce(block))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup: its keys, its half of dq, its accumulators."""
+
+    block: Block
+    wg: Any
+    scale2: Any  # scale * log2(e)
+    acc: Accumulators
+
+    @property
+    def keys(self):
+        return pl.ds(self.wg * ROWS, ROWS)
+
+    @property
+    def kv0(self):
+        return self.block.walk.kv0 + self.wg * ROWS
+
+
+def _consume(block: Block, wg) -> None:
+    """A consumer warpgroup: all tiles of the walk, then dk and dv leave."""
+    plgpu.set_max_registers(common.CONSUMER_REGISTERS, action="increase")
+    launch, smem, bars = block.launch, block.smem, block.bars
+    if launch.make_dq:  # dS of the tile before the first: zero
+        mine = pl.ds(wg * ROWS, ROWS)
+        zeros = common.zeros((ROWS, launch.config.block_q)).astype(launch.dtype)
+        smem.ds[DS_SLOTS - 1, mine] = zeros
+        launch.op.fence_async()
+        plgpu.barrier_arrive(bars.ds_ready.at[DS_SLOTS - 1])
+    scale = block.gmem.scale[block.walk.b]
+    plgpu.barrier_wait(bars.kv_ready)
+    dk, dv = launch.op.with_accumulators(
+        lambda **acc: _walk(_Consumer(block, wg, scale * LOG2E, Accumulators(**acc))),
+        smem.accumulators,
+        wg,
+        **_accumulator_shapes(launch),
+    )
+    _finish(block, wg, dk * scale, dv)
+
+
+def _walk(c: _Consumer):
+    """All tiles; returns dk (before the scale) and dv of this consumer's keys."""
+    block, op = c.block, c.block.launch.op
+    step = functools.partial(_step, c)
+    done, before = block.walk.over_tiles(block.launch, step, block.first_carry())
+    if block.launch.make_dq:
+        _issue_dq(c, done + DS_SLOTS - 1)
+        _add_dq(c, before, in_flight=0)
+    return op.load(c.acc.dk), op.load(c.acc.dv, None)
+
+
+def _step(c: _Consumer, carry, head, qi, masked: bool):
+    """One q tile. dq is one tile late: nobody waits for the other consumer's current dS.
+
+    Both statistics go in before the first product: with one in flight ptxas would make an
+    accumulator that gets anything but zero wait for it.
+    """
+    launch, smem, bars, acc = c.block.launch, c.block.smem, c.block.bars, c.acc
+    op, config, dtype = launch.op, launch.config, launch.dtype
+    i, before = carry
+    slot = common.ring(i, config.num_stages)
+    q, dout = smem.q.at[slot], smem.dout.at[slot]
+
+    plgpu.barrier_wait(bars.tile_ready.at[slot])
+    op.set(acc.s, common.per_query(smem.neg_lse.at[slot], ROWS))
+    op.set(acc.dp, common.per_query(smem.neg_delta.at[slot], ROWS))
+    op.wgmma(acc.s, smem.k.at[c.keys], common.transposed(q))  # S^T - lse / scale
+    op.wgmma(acc.dp, smem.v.at[c.keys], common.transposed(dout))  # dP^T - delta
+    s = op.load(acc.s, 1)
+    if masked:
+        s = op.hide_outside(s, c.block.walk.bounds, qi * config.block_q, c.kv0, q_axis=1)
+    p = jnp.exp2(s * c.scale2)  # [64 keys, block_q]
+    p16 = p.astype(dtype)
+    if config.dv_early:
+        op.wgmma(acc.dv, p16, dout)
+    ds = (p * op.load(acc.dp, int(config.dv_early))).astype(dtype)  # [64 keys, block_q]
+    _share_ds(c, i, ds)
+    if config.dq_first:
+        _issue_dq(c, i + DS_SLOTS - 1)
+    if not config.dv_early:
+        op.wgmma(acc.dv, p16, dout)
+    ds = _publish_ds(c, i, ds)
+    if not config.dq_first:
+        _issue_dq(c, i + DS_SLOTS - 1)
+    op.wgmma(acc.dk, ds, q)
+    _add_dq(c, before, in_flight=2 if config.dq_first and not config.dv_early else 1)
+    op.wait(0)
+    plgpu.barrier_arrive(bars.tile_consumed.at[slot])
+    return i + 1, c.block.dq_row(head, qi)
+
+
+def _share_ds(c: _Consumer, i, ds) -> None:
+    if c.block.launch.make_dq:
+        c.block.smem.ds[common.ring(i, DS_SLOTS), c.keys] = ds
+
+
+def _publish_ds(c: _Consumer, i, ds):
+    """Tells both consumers that this half of dS is there; returns what dk multiplies."""
+    launch, slot = c.block.launch, common.ring(i, DS_SLOTS)
+    if not launch.make_dq:
+        return ds
+    if launch.config.dk_from_smem:
+        plgpu.commit_smem()  # a barrier of the warpgroup, too: its own product reads dS back
+        ds = c.block.smem.ds.at[slot, c.keys]
+    else:
+        launch.op.fence_async()
+    plgpu.barrier_arrive(c.block.bars.ds_ready.at[slot])
+    return ds
+
+
+def _issue_dq(c: _Consumer, i) -> None:
+    """This consumer's half of dq from the dS in ring place i."""
+    launch, smem = c.block.launch, c.block.smem
+    if not launch.make_dq:
+        return
+    op, slot = launch.op, common.ring(i, DS_SLOTS)
+    m, n = _dq_shape(launch)
+    plgpu.barrier_wait(c.block.bars.ds_ready.at[slot])
+    op.set(c.acc.dq, common.zeros((m, n)))
+    if launch.config.block_q == m:
+        op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot]), smem.k.at[:, pl.ds(c.wg * n, n)])
+    else:
+        op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot, :, pl.ds(c.wg * m, m)]), smem.k)
+
+
+def _add_dq(c: _Consumer, row, in_flight: int) -> None:
+    """Adds the half that was issued to its place in global memory."""
+    if c.block.launch.make_dq:
+        m, n = _dq_shape(c.block.launch)
+        op = c.block.launch.op
+        op.add_dq(op.load(c.acc.dq, in_flight), c.block.dq_part(row, c.wg * (m * n), m * n))
+
+
+def _finish(block: Block, wg, dk, dv) -> None:
+    """dk and dv leave through K and V, once both consumers have read them for the last time."""
+    plgpu.barrier_arrive(block.bars.done)
+    plgpu.barrier_wait(block.bars.done)
+    mine, row0 = pl.ds(wg * ROWS, ROWS), block.walk.kv0 + wg * ROWS
+    common.store_grad(block, dk, block.smem.k.at[mine], block.gmem.dk, row0)
+    common.store_grad(block, dv, block.smem.v.at[mine], block.gmem.dv, row0)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,51 @@
+"""Shared memory by name: how tiles are declared, and how many bytes a scratch tree takes.
+
+A kernel declares its scratch in one function; the launch uses it and the byte count reads it, so
+the two cannot drift apart. Knows nothing of attention.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import hardware
+
+_ALIGNMENT = 1024  # Mosaic starts every buffer at a multiple of this
+_BARRIER_BYTES = 8
+
+
+def tiled_smem(shape: tuple[int, ...], dtype):
+    """A buffer as wgmma and TMA want it: 8-row tiles, swizzled as widely as the rows allow."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    tiling = plgpu.TilingTransform((8, swizzle * 8 // bits))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def _is_scratch(x) -> bool:
+    return isinstance(x, plgpu.Barrier) or hasattr(x, "shape")
+
+
+def smem_bytes(scratch) -> int:
+    """Bytes of shared memory of a scratch tree (buffers and barriers) at launch."""
+    buffers = barriers = 0
+    for leaf in jax.tree.leaves(scratch, is_leaf=_is_scratch):
+        if isinstance(leaf, plgpu.Barrier):
+            barriers += _BARRIER_BYTES * int(np.prod(leaf.num_barriers))
+        else:
+            size = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+            buffers += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return buffers + barriers
+
+
+def check_smem(what: str, scratch, limits: hardware.GpuLimits = hardware.SM90) -> None:
+    """Raises ValueError where the scratch of `what` does not fit one block."""
+    needed = smem_bytes(scratch)
+    if needed > limits.smem_bytes:
+        raise ValueError(
+            f"{what} needs {needed} bytes of shared memory, the GPU has {limits.smem_bytes} a "
+            "block; choose fewer stages or smaller tiles"
+        )

@@ -1,0 +1,268 @@
+"""The mask algebra: which query may see which key, and which tiles can be skipped.
+
+A mask is a small frozen value. `Mask.allowed` is the only truth about one pair; everything that
+skips work (loop bounds of the kernels, chunks of the XLA implementation) comes from the
+intervals of `Bounds`, which agree with `allowed` by construction. Masks know nothing of kernels.
+
+Positions count from 0 in each sequence; intervals are half-open. A mask's run-time numbers
+(lengths, window sides, segment ids) arrive in a `MaskValues`, already cut to the batch row and the
+tile in question, so that a new value compiles nothing.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Int = Any  # an int, or an int32 scalar (traced, or read inside a kernel)
+
+
+class MaskValues(NamedTuple):
+    """Run-time numbers of a mask for one batch row (and, where they have an axis, one tile).
+
+    Attributes:
+      query_length: int32 scalar, queries from here on see nothing.
+      kv_length: int32 scalar, keys from here on are hidden.
+      window_left: int32 scalar, keys further back than this are hidden.
+      window_right: int32 scalar, keys further ahead than this are hidden.
+      query_segments: int32, one id a query, shaped to broadcast against the tile.
+      kv_segments: int32, one id a key, shaped to broadcast against the tile.
+      dense: bool, shaped to broadcast against the tile.
+    """
+
+    query_length: Any = None
+    kv_length: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    query_segments: Any = None
+    kv_segments: Any = None
+    dense: Any = None
+
+
+def _i32(x: Int) -> Int:
+    """Python ints stay ints; arrays become int32 (mixed widths do not lower under x64)."""
+    return x if isinstance(x, int) else lax.convert_element_type(x, jnp.int32)
+
+
+def _combine(pick_int, pick_array, a: Int | None, b: Int | None) -> Int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, int) and isinstance(b, int):
+        return pick_int(a, b)
+    return pick_array(jnp.int32(a), jnp.int32(b))
+
+
+def smaller(a: Int | None, b: Int | None) -> Int | None:
+    """The smaller of two bounds; None is no bound."""
+    return _combine(min, lax.min, a, b)
+
+
+def larger(a: Int | None, b: Int | None) -> Int | None:
+    """The larger of two bounds; None is no bound."""
+    return _combine(max, lax.max, a, b)
+
+
+def _only_if_positive(count: Int, hi: Int) -> Int:
+    """`hi` where count > 0, else 0: an interval that starts at 0 or later becomes empty."""
+    if isinstance(count, int):
+        return hi if count > 0 else 0
+    return jnp.where(count > 0, jnp.int32(hi), jnp.int32(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Pairs with lower <= kv_pos - q_pos <= upper, q_pos < q_end and kv_pos < kv_end.
+
+    Each bound is an int, an int32 scalar or None (no bound). Causal attention, windows and
+    lengths are all of this form, so one compare an element serves them all.
+    """
+
+    lower: Int | None = None
+    upper: Int | None = None
+    q_end: Int | None = None
+    kv_end: Int | None = None
+
+    def __and__(self, other: "Bounds") -> "Bounds":
+        return Bounds(
+            larger(self.lower, other.lower),
+            smaller(self.upper, other.upper),
+            smaller(self.q_end, other.q_end),
+            smaller(self.kv_end, other.kv_end),
+        )
+
+    def allowed(self, q_pos, kv_pos):
+        """Bool, broadcast of q_pos and kv_pos; None when nothing is hidden."""
+        tests = []
+        if self.lower is not None:
+            tests.append(kv_pos - q_pos >= self.lower)
+        if self.upper is not None:
+            tests.append(kv_pos - q_pos <= self.upper)
+        if self.q_end is not None:
+            tests.append(q_pos < self.q_end)
+        if self.kv_end is not None:
+            tests.append(kv_pos < self.kv_end)
+        return _all(tests)
+
+    def kv_any(self, q_lo: Int, q_hi: Int, kv_len: Int) -> tuple[Int, Int]:
+        """Keys outside [lo, hi) are hidden from every query of [q_lo, q_hi). hi may be <= lo."""
+        lo = 0 if self.lower is None else larger(0, _i32(q_lo + self.lower))
+        hi = smaller(kv_len, self.kv_end)
+        if self.q_end is not None:  # no query of the tile is left: no key either
+            hi = _only_if_positive(_i32(self.q_end - q_lo), hi)
+            q_hi = smaller(q_hi, self.q_end)
+        if self.upper is not None:
+            hi = smaller(hi, _i32(q_hi + self.upper))
+        return lo, larger(hi, 0)
+
+    def kv_all(self, q_lo: Int, q_hi: Int, kv_len: Int) -> tuple[Int, Int]:
+        """Every key of [lo, hi) is seen by every query of [q_lo, q_hi). hi may be <= lo."""
+        lo = 0 if self.lower is None else larger(0, _i32(q_hi - 1 + self.lower))
+        hi = smaller(kv_len, self.kv_end)
+        if self.q_end is not None:  # a tile cut by q_end has rows that see nothing
+            hi = _only_if_positive(_i32(self.q_end - q_hi + 1), hi)
+        if self.upper is not None:
+            hi = smaller(hi, _i32(q_lo + 1 + self.upper))
+        return lo, larger(hi, 0)
+
+    def transposed(self) -> "Bounds":
+        """The same pairs with the roles of queries and keys exchanged."""
+        flip = lambda x: None if x is None else -x
+        return Bounds(flip(self.upper), flip(self.lower), self.kv_end, self.q_end)
+
+    def q_any(self, kv_lo: Int, kv_hi: Int, q_len: Int) -> tuple[Int, Int]:
+        """Queries outside [lo, hi) see no key of [kv_lo, kv_hi). hi may be <= lo."""
+        return self.transposed().kv_any(kv_lo, kv_hi, q_len)
+
+    def q_all(self, kv_lo: Int, kv_hi: Int, q_len: Int) -> tuple[Int, Int]:
+        """Every query of [lo, hi) sees every key of [kv_lo, kv_hi). hi may be <= lo."""
+        return self.transposed().kv_all(kv_lo, kv_hi, q_len)
+
+
+def _all(tests):
+    out = None
+    for test in tests:
+        if test is not None:
+            out = test if out is None else out & test
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Base of all masks: hides nothing. Compose with `&`."""
+
+    def bounds(self, values: MaskValues) -> Bounds:
+        """What of this mask is a band or a length. The conservative default: no bound."""
+        del values
+        return Bounds()
+
+    def allowed_beyond_bounds(self, q_pos, kv_pos, values: MaskValues):
+        """What of this mask `bounds` does not say; None when there is nothing more."""
+        del q_pos, kv_pos, values
+        return None
+
+    @property
+    def is_bounds(self) -> bool:
+        """True when `bounds` says everything."""
+        return type(self).allowed_beyond_bounds is Mask.allowed_beyond_bounds
+
+    def allowed(self, q_pos, kv_pos, values: MaskValues):
+        """Bool, broadcast of q_pos and kv_pos: may this query see this key? None: always."""
+        return _all(
+            [
+                self.bounds(values).allowed(q_pos, kv_pos),
+                self.allowed_beyond_bounds(q_pos, kv_pos, values),
+            ]
+        )
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self.parts() + other.parts())
+
+    def __bool__(self):
+        raise TypeError("masks are combined with `&`, not with `and`, `or` or `not`")
+
+    def parts(self) -> tuple["Mask", ...]:
+        return (self,)
+
+
+@dataclasses.dataclass(frozen=True)
+class And(Mask):
+    """Allowed where every part allows. And(()) hides nothing."""
+
+    masks: tuple[Mask, ...] = ()
+
+    def bounds(self, values):
+        out = Bounds()
+        for mask in self.masks:
+            out = out & mask.bounds(values)
+        return out
+
+    def allowed_beyond_bounds(self, q_pos, kv_pos, values):
+        return _all([m.allowed_beyond_bounds(q_pos, kv_pos, values) for m in self.masks])
+
+    @property
+    def is_bounds(self):
+        return all(mask.is_bounds for mask in self.masks)
+
+    def parts(self):
+        return self.masks
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+    """kv_pos <= q_pos + shift. Shift 0 aligns top-left, kv_len - q_len bottom-right."""
+
+    shift: int = 0
+
+    def bounds(self, values):
+        return Bounds(upper=self.shift)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Mask):
+    """q_pos + shift - left <= kv_pos <= q_pos + shift + right; a side not present is open."""
+
+    has_left: bool
+    has_right: bool
+    shift: int = 0
+
+    def bounds(self, values):
+        lower = self.shift - larger(0, _i32(values.window_left)) if self.has_left else None
+        upper = self.shift + larger(0, _i32(values.window_right)) if self.has_right else None
+        return Bounds(lower=lower, upper=upper)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths(Mask):
+    """Queries before query_length, keys before kv_length; a side not present is open."""
+
+    has_query: bool
+    has_kv: bool
+
+    def bounds(self, values):
+        return Bounds(
+            q_end=_i32(values.query_length) if self.has_query else None,
+            kv_end=_i32(values.kv_length) if self.has_kv else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments(Mask):
+    """A query sees the keys of its own segment."""
+
+    def allowed_beyond_bounds(self, q_pos, kv_pos, values):
+        return values.query_segments == values.kv_segments
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Mask):
+    """A boolean array of the user's, True where the pair is visible."""
+
+    def allowed_beyond_bounds(self, q_pos, kv_pos, values):
+        return values.dense
+
+
+def hide(scores: jax.Array, allowed) -> jax.Array:
+    """Scores with -inf where not allowed (None hides nothing)."""
+    return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)

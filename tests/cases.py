@@ -1,0 +1,166 @@
+"""Named problems chosen for their edges. Every test that compares implementations runs all of them.
+
+`Case.arguments(seed)` makes the arguments of `pallas_flash.dot_product_attention`; which of them
+the kernels take is for `dispatch` to say, not for this file.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+NUMPY_DTYPES = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem: sizes, dtype, and what is given beyond query, key and value.
+
+    Attributes:
+      static: arguments passed as they are.
+      arrays: argument name -> shape spec, made by `_make_array`.
+    """
+
+    name: str
+    batch: int = 1
+    q_len: int = 136
+    kv_len: int = 136
+    heads: tuple[int, int] = (2, 2)
+    dims: tuple[int, int] = (64, 64)
+    dtype: str = "bfloat16"
+    static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arrays: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def arguments(self, seed: int = 0) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+        """(query, key, value) and the keyword arguments, as jax arrays."""
+        rng = np.random.default_rng(seed)
+        dtype = NUMPY_DTYPES[self.dtype]
+        (n, k), (h, hv) = self.heads, self.dims
+        shapes = (
+            (self.batch, self.q_len, n, h),
+            (self.batch, self.kv_len, k, h),
+            (self.batch, self.kv_len, k, hv),
+        )
+        qkv = tuple(jnp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes)
+        made = {name: _make_array(spec, rng) for name, spec in self.arrays.items()}
+        return qkv, dict(self.static) | made
+
+    def cotangent(self, seed: int = 1) -> jax.Array:
+        """A random cotangent of the output."""
+        rng = np.random.default_rng(seed)
+        shape = (self.batch, self.q_len, self.heads[0], self.dims[1])
+        return jnp.asarray(rng.standard_normal(shape).astype(NUMPY_DTYPES[self.dtype]))
+
+
+def _make_array(spec: Any, rng: np.random.Generator) -> jax.Array:
+    """A list of numbers as it is; ('bool' | 'float32' | ..., shape) at random."""
+    if isinstance(spec, (list, float)):
+        return jnp.asarray(np.asarray(spec, np.float32 if isinstance(spec, float) else np.int32))
+    kind, shape = spec
+    if kind == "bool":
+        return jnp.asarray(rng.random(shape) < 0.6)
+    if kind == "ids":
+        return jnp.asarray(np.sort(rng.integers(0, 4, shape), axis=-1).astype(np.int32))
+    if kind == "key":
+        return jax.random.key_data(jax.random.key(7))
+    return jnp.asarray(rng.standard_normal(shape).astype(NUMPY_DTYPES[kind]))
+
+
+CAUSAL = {"is_causal": True}
+BOTTOM_RIGHT = {"is_causal": True, "causal_alignment": "bottom_right"}
+
+FUSED = (
+    Case("full-bf16"),
+    Case("full-f16", dtype="float16"),
+    Case("causal-bf16", static=CAUSAL),
+    Case("causal-f16-d128", dims=(128, 128), dtype="float16", static=CAUSAL),
+    Case("one-query-one-key", q_len=1, kv_len=1),
+    Case("one-query", q_len=1, kv_len=300),
+    Case("one-key", q_len=300, kv_len=1),
+    Case("ragged-7", q_len=7, kv_len=7, static=CAUSAL),
+    Case("ragged-63-65", q_len=63, kv_len=65),
+    Case("tile-edge-129-causal", q_len=129, kv_len=129, static=CAUSAL),
+    Case("tile-exact-192-causal", q_len=192, kv_len=192, static=CAUSAL),
+    Case("long-kv-d128", q_len=100, kv_len=400, dims=(128, 128)),
+    Case("long-q-causal", q_len=400, kv_len=100, static=CAUSAL),
+    Case("bottom-right-long-kv", q_len=100, kv_len=301, static=BOTTOM_RIGHT),
+    Case("bottom-right-empty-rows", q_len=301, kv_len=100, static=BOTTOM_RIGHT),
+    Case("gqa4-causal-ragged", q_len=203, kv_len=203, heads=(8, 2), static=CAUSAL),
+    Case("mqa-d128", heads=(5, 1), dims=(128, 128), q_len=65, kv_len=130),
+    Case("gqa-d256-causal", heads=(4, 2), dims=(256, 256), static=CAUSAL),
+    Case("full-d256", dims=(256, 256), q_len=200, kv_len=264),
+    Case("odd-head-dim-80", dims=(80, 80), static=CAUSAL),
+    Case("head-dim-1", dims=(1, 3), q_len=70, kv_len=70),
+    Case("mla-192-128-causal", dims=(192, 128), static=CAUSAL),
+    Case("wide-value-64-200", dims=(64, 200)),
+    Case(
+        "kv-lengths-with-zero",
+        batch=4,
+        arrays={"key_value_seq_lengths": [17, 0, 136, 128]},
+    ),
+    Case(
+        "both-lengths-causal-gqa",
+        batch=4,
+        heads=(4, 2),
+        q_len=200,
+        kv_len=264,
+        static=CAUSAL,
+        arrays={
+            "query_seq_lengths": [200, 1, 64, 65],
+            "key_value_seq_lengths": [127, 129, 0, 264],
+        },
+    ),
+    Case("query-lengths-d128", batch=3, dims=(128, 128), arrays={"query_seq_lengths": [0, 5, 129]}),
+    Case(
+        "lengths-d256-causal",
+        batch=2,
+        dims=(256, 256),
+        static=CAUSAL,
+        arrays={"query_seq_lengths": [130, 70], "key_value_seq_lengths": [65, 136]},
+    ),
+    Case("scale-traced", arrays={"scale": 0.3}),
+    Case("scale-negative", static={"scale": -0.2, "is_causal": True}),
+    Case("scale-zero-traced", arrays={"scale": 0.0}, heads=(4, 2)),
+)
+
+UNFUSED = (
+    Case("f32-causal", dtype="float32", static=CAUSAL),
+    Case("window-both", static={"local_window_size": (7, 3)}, q_len=130, kv_len=130),
+    Case("window-left-causal", static={"local_window_size": (16, None), "is_causal": True}),
+    Case("window-bottom-right", q_len=60, static=BOTTOM_RIGHT | {"local_window_size": 20}),
+    Case(
+        "segments-causal",
+        batch=2,
+        static=CAUSAL,
+        arrays={"query_segment_ids": ("ids", (2, 136)), "key_value_segment_ids": ("ids", (2, 136))},
+    ),
+    Case("mask-per-batch", batch=2, arrays={"mask": ("bool", (2, 1, 1, 136))}),
+    Case("mask-per-head", arrays={"mask": ("bool", (1, 2, 136, 136))}, dtype="float32"),
+    Case(
+        "bias-f32-broadcast", batch=2, heads=(4, 2), arrays={"bias": ("float32", (1, 4, 136, 136))}
+    ),
+    Case("bias-bf16-row", arrays={"bias": ("bfloat16", (1, 2, 1, 136))}, static=CAUSAL),
+    Case("soft-cap", static={"logits_soft_cap": 5.0}),
+    Case("soft-cap-traced", arrays={"logits_soft_cap": 4.0}, static=CAUSAL),
+    Case("sinks-causal", static=CAUSAL, arrays={"sinks": ("float32", (2,))}),
+    Case(
+        "dropout",
+        batch=2,
+        static={"dropout_rate": 0.25},
+        arrays={"dropout_rng": ("key", None)},
+    ),
+)
+
+CASES = FUSED + UNFUSED

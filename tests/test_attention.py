@@ -1,0 +1,128 @@
+"""Every case on every implementation that takes it: values, lse and all gradients."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import api, dispatch, dot_product_attention, reference
+from pallas_flash.arguments import Arguments, normalize
+from pallas_flash.kernels.interpret import interpret_kernels
+from tests.cases import CASES, FUSED, UNFUSED, Case
+from tests.tolerance import assert_close
+
+ON_GPU = jax.default_backend() == "gpu"
+QKV = ("query", "key", "value")
+DIFFERENTIABLE = ("bias", "scale", "logits_soft_cap", "sinks")
+
+
+def _inexact(kwargs):
+    return {n: x for n, x in kwargs.items() if n in DIFFERENTIABLE and isinstance(x, jax.Array)}
+
+
+def value_and_gradients(function, qkv, kwargs, dout, dlse):
+    """out, lse and the gradients of query, key, value and every float operand, by name."""
+    inexact = _inexact(kwargs)
+    rest = {n: x for n, x in kwargs.items() if n not in inexact}
+    static = {n: x for n, x in rest.items() if not isinstance(x, jax.Array)}
+    traced = {n: x for n, x in rest.items() if isinstance(x, jax.Array)}
+
+    @jax.jit
+    def run(qkv, inexact, traced, dout, dlse):
+        call = lambda qkv, inexact: function(*qkv, **inexact, **traced, **static)
+        (out, lse), vjp = jax.vjp(call, qkv, inexact)
+        dqkv, dinexact = vjp((dout, dlse))
+        return out, lse, dict(zip(QKV, dqkv, strict=True)) | dinexact
+
+    return run(qkv, inexact, traced, dout, dlse)
+
+
+def lse_cotangent(case: Case):
+    """Random, and finite also where lse is -inf: it must do no harm there."""
+    rng = np.random.default_rng(2)
+    shape = (case.batch, case.q_len, case.heads[0])
+    return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+
+
+@contextlib.contextmanager
+def runnable(implementation):
+    """The kernels run for real on a GPU, in interpret mode elsewhere."""
+    if implementation == "mosaic_gpu" and not ON_GPU:
+        with interpret_kernels():
+            yield
+    else:
+        yield
+
+
+# In interpret mode a case takes seconds: one of each kind there, all of them on a GPU.
+SLOW_WITHOUT_GPU = {
+    "full-f16",
+    "causal-f16-d128",
+    "tile-exact-192-causal",
+    "long-q-causal",
+    "one-key",
+    "ragged-63-65",
+    "mqa-d128",
+    "full-d256",
+    "wide-value-64-200",
+    "lengths-d256-causal",
+}
+
+
+def _selected():
+    for case in CASES:
+        yield pytest.param(case, "xla", id=f"{case}-xla")
+        if case in FUSED:
+            gpu_only = [pytest.mark.gpu] if case.name in SLOW_WITHOUT_GPU else []
+            yield pytest.param(case, "mosaic_gpu", id=f"{case}-mosaic_gpu", marks=gpu_only)
+
+
+@pytest.mark.parametrize(("case", "implementation"), _selected())
+def test_matches_oracle(case, implementation):
+    qkv, kwargs = case.arguments()
+    dout, dlse = case.cotangent(), lse_cotangent(case)
+    with runnable(implementation):
+        function = lambda *qkv, **kw: dot_product_attention(
+            *qkv, **kw, implementation=implementation, return_residual=True
+        )
+        got = value_and_gradients(function, qkv, kwargs, dout, dlse)
+        got = jax.tree.map(np.asarray, got)
+    problem, operands = normalize(Arguments(*qkv, **kwargs))
+    dlse = jnp.swapaxes(dlse, 1, 2)
+    oracle = reference.oracle(operands, problem, dout, dlse)
+    plain = reference.plain_gradients(operands, problem, dout, dlse)
+    assert_close(got[0], oracle[0], plain[0], case.dtype, "out")
+    assert_close(np.swapaxes(got[1], 1, 2), oracle[1], plain[1], case.dtype, "lse")
+    for name, gradient in got[2].items():
+        key = {"logits_soft_cap": "soft_cap"}.get(name, name)
+        assert_close(gradient, oracle[2][key], plain[2][key], case.dtype, "d" + name)
+        assert gradient.dtype == (qkv[0].dtype if name in QKV else kwargs[name].dtype), name
+
+
+@pytest.mark.parametrize("case", UNFUSED, ids=str)
+def test_unfused_is_refused_with_its_reason(case):
+    qkv, kwargs = case.arguments()
+    with dispatch.assume_device("gpu", (9, 0)):
+        told = api.explain(*qkv, **kwargs)
+    assert told.implementation == "xla"
+    [verdict] = [v for v in told.verdicts if v.implementation == "mosaic_gpu"]
+    assert not verdict.ok
+    assert "not fused" in verdict.why or "dtype" in verdict.why
+
+
+@pytest.mark.parametrize("case", FUSED, ids=str)
+def test_fused_lowers_for_cuda(case):
+    """Forward and backward of every fused case, cross-lowered, with no fallback in them."""
+    qkv, kwargs = case.arguments()
+    arrays = {n: x for n, x in kwargs.items() if isinstance(x, jax.Array)}
+    static = {n: x for n, x in kwargs.items() if n not in arrays}
+
+    def loss(qkv, arrays):
+        return dot_product_attention(*qkv, **arrays, **static).astype(jnp.float32).sum()
+
+    with dispatch.assume_device("gpu", (9, 0)):
+        traced = jax.jit(jax.grad(loss)).trace(qkv, arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2

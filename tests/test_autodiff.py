@@ -1,0 +1,317 @@
+"""Transformations: what composes with the call, on the XLA implementation and on the kernels.
+
+The kernels run in interpret mode here and for real on a GPU; what interpret mode cannot do
+(`jax.checkpoint`) is read off the program lowered for CUDA.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import dispatch, dot_product_attention
+from tests.test_attention import runnable
+
+IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+
+
+def _dtype(implementation):
+    return jnp.float32 if implementation == "xla" else jnp.bfloat16
+
+
+def _qkv(implementation, shape=(1, 24, 2, 64), kv_heads=None, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    kv_shape = (*shape[:-2], kv_heads or shape[-2], shape[-1])
+    shapes = (shape, kv_shape, kv_shape)
+    return [
+        jax.random.normal(k, s, _dtype(implementation)) for k, s in zip(keys, shapes, strict=True)
+    ]
+
+
+def _dense(q, k, v, scale):
+    """Dense causal attention: what derivatives of every order are compared with."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    logits = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    seen = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)), v)
+
+
+def _close(got, wanted, implementation, factor=1):
+    rtol = factor * (2e-5 if implementation == "xla" else 3e-2)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max())
+
+
+def _wide(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (2, 1, 1)], ids=str)
+def test_vmap_of_value_and_gradient(implementation, in_axes):
+    q, k, v = _qkv(implementation, (1, 24, 4, 64), kv_heads=2)
+    seeds = range(2)
+    arrays = []
+    for position, (x, axis) in enumerate(zip((q, k, v), in_axes, strict=True)):
+        variants = [x * (1 + 0.1 * i + 0.05 * position) for i in seeds]
+        arrays.append(x if axis is None else jnp.stack(variants, axis).astype(x.dtype))
+
+    def loss(attention, q, k, v):
+        return (attention(q, k, v).astype(jnp.float32) ** 2).sum()
+
+    ours = functools.partial(
+        dot_product_attention, is_causal=True, scale=0.1, implementation=implementation
+    )
+    dense = functools.partial(_dense, scale=0.1)
+    both = lambda f: jax.vmap(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)), in_axes)
+    with runnable(implementation):
+        got = both(ours)(*arrays)
+    _close(got, both(dense)(*_wide(arrays)), implementation, factor=2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_vmap_over_a_scale_and_lengths(implementation):
+    q, k, v = _qkv(implementation, (2, 24, 2, 64))
+    scales, lengths = jnp.array([0.1, -0.3, 0.0]), jnp.array([[24, 3], [5, 6], [0, 24]])
+
+    def loss(scale, lengths):
+        out = dot_product_attention(
+            q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation=implementation
+        )
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    with runnable(implementation):
+        got = jax.vmap(jax.value_and_grad(loss))(scales, lengths)
+        one = [jax.value_and_grad(loss)(s, n) for s, n in zip(scales, lengths, strict=True)]
+    wanted = tuple(jnp.stack(x) for x in zip(*one, strict=True))
+    _close(got, wanted, "xla")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_jacobian(implementation):
+    q, k, v = _qkv(implementation, (1, 3, 1, 4))
+    f = functools.partial(
+        dot_product_attention, is_causal=True, scale=0.5, implementation=implementation
+    )
+    with runnable(implementation):
+        got = jax.jacrev(f, (0, 1, 2))(q, k, v)
+    wanted = jax.jacrev(functools.partial(_dense, scale=0.5), (0, 1, 2))(*_wide((q, k, v)))
+    _close(got, wanted, implementation)
+
+
+def _third(x):
+    return (x.astype(jnp.float32) ** 3).sum()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("derivative", ["hessian", "grad_of_grad", "hvp", "scale"])
+def test_second_derivatives(implementation, derivative):
+    q, k, v = _qkv(implementation, (1, 4, 1, 3))
+    ours = functools.partial(
+        dot_product_attention, is_causal=True, implementation=implementation
+    )
+
+    def second(attention, q, k, v):
+        loss = lambda q, k=k, v=v, scale=jnp.float32(0.5): _third(attention(q, k, v, scale=scale))
+        if derivative == "hessian":
+            return jax.jacrev(jax.jacrev(loss))(q)
+        if derivative == "hvp":  # reverse over reverse: forward mode stops at the custom_vjp
+            return jax.vjp(jax.grad(loss, (0, 1, 2)), q, k, v)[1]((q, k, v))
+        if derivative == "scale":
+            slope = jax.grad(lambda s, q: loss(q, scale=s))
+            return jax.grad(slope)(jnp.float32(0.5), q), jax.grad(slope, 1)(jnp.float32(0.5), q)
+        return jax.grad(lambda v: _third(jax.grad(lambda k: loss(q, k, v))(k)))(v)
+
+    with runnable(implementation):
+        got = second(ours, q, k, v)
+    wanted = second(_dense, *_wide((q, k, v)))
+    _close(got, wanted, implementation, factor=2)
+
+
+def test_forward_mode_on_xla():
+    q, k, v = _qkv("xla", (1, 5, 2, 4))
+    f = functools.partial(dot_product_attention, is_causal=True, scale=0.5, implementation="xla")
+    dense = functools.partial(_dense, scale=0.5)
+    _close(jax.jvp(f, (q, k, v), (k, v, q)), jax.jvp(dense, (q, k, v), (k, v, q)), "xla")
+    _close(jax.linearize(f, q, k, v)[1](v, q, k), jax.jvp(dense, (q, k, v), (v, q, k))[1], "xla")
+    _close(jax.jacfwd(f)(q, k, v), jax.jacfwd(dense)(q, k, v), "xla")
+    hessian = lambda g: jax.hessian(lambda q: _third(g(q, k, v)))(q)
+    _close(hessian(f), hessian(dense), "xla", factor=2)
+
+
+def test_forward_mode_on_the_kernels_is_refused_by_jax():
+    q, k, v = _qkv("mosaic_gpu")
+    with runnable("mosaic_gpu"), pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(
+            lambda q: dot_product_attention(q, k, v, implementation="mosaic_gpu"), (q,), (q,)
+        )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_scan_over_layers_that_share_integer_operands(implementation):
+    q, k, v = _qkv(implementation, (2, 24, 2, 64))
+    lengths = jnp.array([24, 7])
+
+    @jax.jit
+    def loss(q, k, v, lengths):
+        def layer(x, scale):
+            out = dot_product_attention(
+                x, k, v, scale=scale, key_value_seq_lengths=lengths, implementation=implementation
+            )
+            return x + out, None
+
+        return (jax.lax.scan(layer, q, jnp.array([0.1, 0.2]))[0].astype(jnp.float32) ** 2).sum()
+
+    def unrolled(q, k, v):
+        for scale in (0.1, 0.2):
+            logits = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+            seen = jnp.arange(24)[None, None, None] < lengths[:, None, None, None]
+            weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf))
+            q = q + jnp.einsum("bnts,bsnh->btnh", weights, v)
+        return (q**2).sum()
+
+    with runnable(implementation):
+        got = jax.grad(loss, (0, 1, 2))(q, k, v, lengths)
+    _close(got, jax.grad(unrolled, (0, 1, 2))(*_wide((q, k, v))), implementation, factor=2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_layouts_and_broadcast_cotangents(implementation):
+    keys = jax.random.split(jax.random.key(3), 2)
+    q = jax.random.normal(keys[0], (1, 2, 24, 64), _dtype(implementation))  # (B, N, T, H)
+    kv = jax.random.normal(keys[1], (1, 24, 2, 2, 64), _dtype(implementation))  # fused k and v
+
+    def loss(attention, q, kv):
+        out = attention(q.transpose(0, 2, 1, 3), kv[:, :, 0], kv[:, :, 1])
+        return out.astype(jnp.float32).transpose(3, 0, 2, 1).sum()
+
+    ours = functools.partial(
+        dot_product_attention, is_causal=True, scale=0.2, implementation=implementation
+    )
+    with runnable(implementation):
+        got = jax.jit(jax.grad(functools.partial(loss, ours), (0, 1)))(q, kv)
+    dense = functools.partial(_dense, scale=0.2)
+    wanted = jax.grad(functools.partial(loss, dense), (0, 1))(*_wide((q, kv)))
+    _close(got, wanted, implementation)
+
+
+def test_checkpoint_on_xla():
+    q, k, v = _qkv("xla")
+    loss = lambda q, k, v: (dot_product_attention(q, k, v, implementation="xla") ** 2).sum()
+    wanted = jax.grad(loss, (0, 1, 2))(q, k, v)
+    for policy in (
+        None,
+        jax.checkpoint_policies.nothing_saveable,
+        jax.checkpoint_policies.save_only_these_names("pallas_flash_out", "pallas_flash_lse"),
+    ):
+        got = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))(q, k, v)
+        _close(got, wanted, "xla")
+
+
+@pytest.mark.parametrize(
+    ("policy", "forward_kernels"),
+    [
+        (
+            jax.checkpoint_policies.save_only_these_names("pallas_flash_out", "pallas_flash_lse"),
+            1,
+        ),
+        (jax.checkpoint_policies.nothing_saveable, 2),
+    ],
+    ids=["named", "nothing"],
+)
+def test_checkpoint_policies_decide_how_often_the_forward_kernel_runs(policy, forward_kernels):
+    q, k, v = _qkv("mosaic_gpu", (1, 128, 2, 64))
+
+    def loss(q, k, v):
+        attend = jax.checkpoint(lambda *x: jnp.sin(dot_product_attention(*x)), policy=policy)
+        return attend(q, k, v).astype(jnp.float32).sum()
+
+    with dispatch.assume_device("gpu", (9, 0)):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert _calls_of(text, "flash_forward") == forward_kernels
+    assert _calls_of(text, "flash_backward") == 1
+
+
+def _calls_of(text, kernel):
+    """How often the lowered program calls the kernel: calls may sit in shared functions."""
+    functions = text.split("func.func ")
+    runs = {}
+    for body in functions[1:]:
+        name = body.split("@", 1)[1].split("(", 1)[0]
+        runs[name] = body
+
+    def count(name):
+        body = runs[name]
+        own = sum(
+            1 for line in body.splitlines() if "custom_call @mosaic_gpu" in line and kernel in line
+        )
+        called = [
+            piece.split("(", 1)[0] for piece in body.split("call @")[1:] if "(" in piece
+        ]
+        return own + sum(count(c) for c in called if c in runs)
+
+    return count("main")
+
+
+def test_lowers_with_x64():
+    q, k, v = _qkv("mosaic_gpu", (2, 136, 4, 64), kv_heads=2)
+    lengths = jnp.array([3, 100])
+
+    def loss(q, k, v, lengths, scale):
+        out = dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            scale=scale,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+        )
+        return out.astype(jnp.float32).sum()
+
+    with jax.enable_x64(True), dispatch.assume_device("gpu", (9, 0)):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2, 4))).trace(q, k, v, lengths, 0.3)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_x64_changes_neither_results_nor_dtypes(implementation):
+    q, k, v = _qkv(implementation, (2, 40, 2, 64))
+    lengths = jnp.array([3, 40])
+
+    def run(q, k, v):
+        f = lambda q, k, v: dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            key_value_seq_lengths=lengths,
+            return_residual=True,
+            implementation=implementation,
+        )
+        (out, lse), vjp = jax.vjp(f, q, k, v)
+        return out, lse, *vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+
+    with runnable(implementation):
+        wanted = run(q, k, v)
+        with jax.enable_x64(True):
+            got = run(q, k, v)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-6
+        )
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 3)
+        q, k, v = (jax.random.normal(key, (1, 9, 2, 4), jnp.float64) for key in keys)
+        out, lse = dot_product_attention(q, k, v, is_causal=True, scale=0.5, return_residual=True)
+        assert out.dtype == lse.dtype == jnp.float64
+        np.testing.assert_allclose(out, _dense(q, k, v, 0.5), atol=1e-12)

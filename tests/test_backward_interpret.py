@@ -1,0 +1,234 @@
+"""The fused backward in Pallas' interpret mode, against float64 gradients written out in NumPy."""
+
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import masks
+from pallas_flash.config import BackwardConfig
+from pallas_flash.kernels.sm90 import backward, backward_keys, mma
+
+KEYS_64 = BackwardConfig(block_q=128)
+KEYS_128 = BackwardConfig(block_q=64)
+ROLES = BackwardConfig(split="roles", block_kv=64, dv_early=False, dq_first=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """B 1 or the number of lengths; T, S true lengths; N query heads, K kv heads."""
+
+    q_len: int = 136
+    kv_len: int = 136
+    num_q_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    head_dim_v: int = 64
+    dtype: str = "bfloat16"
+    config: BackwardConfig = KEYS_64
+    causal_shift: int | None = None
+    query_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    make_dq: bool = True
+
+    @property
+    def batch(self) -> int:
+        return len(self.query_lengths or self.kv_lengths or (0,))
+
+    @property
+    def mask(self) -> masks.Mask:
+        mask = masks.And()
+        if self.causal_shift is not None:
+            mask = mask & masks.Causal(self.causal_shift)
+        if self.query_lengths or self.kv_lengths:
+            mask = mask & masks.Lengths(bool(self.query_lengths), bool(self.kv_lengths))
+        return mask
+
+
+CASES = {
+    "full": Case(q_len=256, kv_len=256),
+    "full-short-one-tile": Case(q_len=64, kv_len=64),
+    "causal": Case(q_len=256, kv_len=256, causal_shift=0),
+    "causal-ragged": Case(q_len=203, kv_len=203, causal_shift=0),
+    "full-ragged": Case(q_len=141, kv_len=139),
+    "bottom-right-more-keys": Case(q_len=72, kv_len=200, causal_shift=128),
+    "bottom-right-more-queries": Case(q_len=300, kv_len=140, causal_shift=-160),
+    "top-left-keys-nobody-sees": Case(q_len=100, kv_len=300, causal_shift=0),
+    "top-left-more-queries": Case(q_len=300, kv_len=100, causal_shift=0),
+    "gqa2-causal": Case(q_len=200, kv_len=200, num_q_heads=4, num_kv_heads=2, causal_shift=0),
+    "gqa2-lengths": Case(
+        q_len=200, kv_len=200, num_q_heads=2, query_lengths=(130, 0), kv_lengths=(70, 200)
+    ),
+    "kv-lengths": Case(q_len=136, kv_len=264, kv_lengths=(0, 1, 128, 200)),
+    "query-lengths": Case(q_len=264, kv_len=136, query_lengths=(0, 1, 128, 200)),
+    "lengths-causal": Case(
+        q_len=200, kv_len=200, causal_shift=0, query_lengths=(128, 150), kv_lengths=(199, 64)
+    ),
+    "lengths-bottom-right": Case(
+        q_len=136, kv_len=264, causal_shift=128, query_lengths=(136, 9), kv_lengths=(264, 100)
+    ),
+    "f16": Case(dtype="float16", causal_shift=0),
+    "no-dq": Case(q_len=200, kv_len=200, causal_shift=0, make_dq=False),
+    "d64-dq-first": Case(config=BackwardConfig(block_q=128, dq_first=True, dv_early=False)),
+    "d64-dk-from-smem": Case(config=BackwardConfig(block_q=128, dk_from_smem=True)),
+    "d128-causal-ragged": Case(
+        q_len=203, kv_len=203, head_dim=128, head_dim_v=128, config=KEYS_128, causal_shift=0
+    ),
+    "d128-tuned-causal": Case(
+        q_len=192,
+        kv_len=192,
+        head_dim=128,
+        head_dim_v=128,
+        config=BackwardConfig(dq_first=True, dv_early=False, dk_from_smem=True),
+        causal_shift=0,
+    ),
+    "d128-dv-early-dq-first-three-stages": Case(
+        q_len=256,
+        head_dim=128,
+        head_dim_v=128,
+        config=BackwardConfig(dq_first=True, num_stages=3),
+    ),
+    "d128-64": Case(head_dim=128, head_dim_v=64, config=KEYS_128, kv_lengths=(130,)),
+    "d64-128": Case(head_dim=64, head_dim_v=128, config=ROLES, causal_shift=0),
+    "d192-128-ragged": Case(q_len=139, head_dim=192, head_dim_v=128, config=ROLES, causal_shift=0),
+    "d256-causal": Case(q_len=192, kv_len=192, head_dim=256, head_dim_v=256, config=ROLES, causal_shift=0),
+    "d256-lengths": Case(
+        head_dim=256, head_dim_v=256, config=ROLES, query_lengths=(100,), kv_lengths=(65,)
+    ),
+    "d256-dq-last-gqa2": Case(
+        num_q_heads=2,
+        head_dim=256,
+        head_dim_v=256,
+        config=BackwardConfig(split="roles", block_kv=64, dq_first=False),
+    ),
+    "d256-no-dq": Case(head_dim=256, head_dim_v=256, config=ROLES, make_dq=False),
+}
+
+
+@dataclasses.dataclass
+class Arrays:
+    """Inputs in the low precision type, their float64 values, statistics and expected gradients."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    lse: np.ndarray
+    delta: np.ndarray
+    scale: np.ndarray
+    grads: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _allowed(case: Case) -> np.ndarray:
+    """Bool (B, T, S), from the definition and not from the mask algebra."""
+    q, k = np.arange(case.q_len)[:, None], np.arange(case.kv_len)[None]
+    out = np.ones((case.batch, case.q_len, case.kv_len), bool)
+    if case.causal_shift is not None:
+        out &= k <= q + case.causal_shift
+    if case.query_lengths is not None:
+        out &= q < np.array(case.query_lengths)[:, None, None]
+    if case.kv_lengths is not None:
+        out &= k < np.array(case.kv_lengths)[:, None, None]
+    return out
+
+
+def _arrays(case: Case) -> Arrays:
+    rng = np.random.default_rng(0)
+    sizes = (case.q_len, case.kv_len, case.kv_len, case.q_len)
+    heads = (case.num_q_heads, case.num_kv_heads, case.num_kv_heads, case.num_q_heads)
+    dims = (case.head_dim, case.head_dim, case.head_dim_v, case.head_dim_v)
+    low = [
+        rng.normal(size=(case.batch, t, n, h)).astype(jnp.dtype(case.dtype))
+        for t, n, h in zip(sizes, heads, dims, strict=True)
+    ]
+    q, k, v, dout = (x.astype(np.float64) for x in low)
+    group = case.num_q_heads // case.num_kv_heads
+    k, v = (np.repeat(x, group, axis=2) for x in (k, v))
+    scale = np.full(case.batch, case.head_dim**-0.5) * (1 + 0.1 * np.arange(case.batch))
+    dlse = rng.normal(size=(case.batch, case.num_q_heads, case.q_len))
+
+    hidden = ~_allowed(case)[:, None]
+    logits = np.einsum("btnh,bsnh->bnts", q, k) * scale[:, None, None, None]
+    logits = np.where(hidden, -np.inf, logits)
+    top = logits.max(-1, keepdims=True)
+    p = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + np.where(np.isfinite(top), top, 0.0))[..., 0]
+    p = p / np.where(total == 0, 1.0, total)
+    out = np.einsum("bnts,bsnh->btnh", p, v)
+    delta = np.einsum("btnh,btnh->bnt", out, dout) - dlse
+    ds = p * (np.einsum("btnh,bsnh->bnts", dout, v) - delta[..., None])
+    dq = np.einsum("bnts,bsnh->btnh", ds, k)
+    dk = np.einsum("bnts,btnh->bsnh", ds, q) * scale[:, None, None, None]
+    dv = np.einsum("bnts,btnh->bsnh", p, dout)
+    dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (dk, dv))
+    return Arrays(*low, lse, delta, scale, (dq, dk, dv))
+
+
+def _spoil(x: np.ndarray, lengths) -> np.ndarray:
+    """NaN and Inf behind the lengths."""
+    x = x.copy()
+    for row, length in zip(x, lengths or (), strict=bool(lengths)):
+        row[length::2], row[length + 1 :: 2] = np.nan, np.inf
+    return x
+
+
+def _pad(x: np.ndarray) -> jax.Array:
+    return jnp.pad(jnp.asarray(x), ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
+
+
+def _run(case: Case, arrays: Arrays):
+    """dq, dk, dv as NumPy float64, without padding."""
+    f32 = lambda x: jnp.asarray(x, jnp.float32)
+    i32 = lambda x: None if x is None else jnp.asarray(x, jnp.int32)
+    delta = arrays.delta.copy()
+    for row, length in zip(delta, case.query_lengths or (), strict=bool(case.query_lengths)):
+        row[:, length:] = np.nan
+    grads = backward.flash_backward(
+        _pad(_spoil(arrays.q, case.query_lengths)),
+        _pad(_spoil(arrays.k, case.kv_lengths)),
+        _pad(_spoil(arrays.v, case.kv_lengths)),
+        _pad(_spoil(arrays.dout, case.query_lengths)),
+        f32(arrays.lse),
+        f32(delta),
+        f32(arrays.scale),
+        mask=case.mask,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        query_lengths=i32(case.query_lengths),
+        kv_lengths=i32(case.kv_lengths),
+        config=case.config,
+        make_dq=case.make_dq,
+        interpret=True,
+    )
+    sizes = (case.q_len, case.kv_len, case.kv_len)
+    return [
+        None if g is None else np.asarray(g).astype(np.float64)[:, :n]
+        for g, n in zip(grads, sizes, strict=True)
+    ]
+
+
+def _check(case: Case) -> None:
+    arrays = _arrays(case)
+    got = _run(case, arrays)
+    assert (got[0] is not None) == case.make_dq
+    bound = 4 * float(jnp.finfo(case.dtype).eps)
+    lengths = (case.query_lengths, case.kv_lengths, case.kv_lengths)
+    for name, g, want, cut in zip("dq dk dv".split(), got, arrays.grads, lengths, strict=True):
+        if g is None:
+            continue
+        assert np.isfinite(g).all(), name
+        assert np.abs(g - want).max() <= bound * max(1.0, np.abs(want).max()), name
+        for row, length in zip(g, cut or (), strict=bool(cut)):
+            assert not row[length:].any(), f"{name} behind its length"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name):
+    _check(CASES[name])
+
+

@@ -13,7 +13,7 @@ import pallas_flash
 
 ON_GPU = jax.default_backend() == "gpu"
 SHAPE = (1, 8192, 16, 128) if ON_GPU else (1, 2048, 2, 64)  # batch, length, heads, head_dim
-DTYPE = jnp.bfloat16 if ON_GPU else jnp.float32
+DTYPE = jnp.bfloat16
 
 
 def loss(attention, q, k, v, cotangent):

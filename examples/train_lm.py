@@ -55,7 +55,7 @@ def default_sizes(on_gpu: bool) -> Sizes:
             seq=8192, batch=4, layers=16, width=1024, heads=8, steps=300, lr=6e-4, dtype="bfloat16"
         )
     return Sizes(
-        seq=256, batch=4, layers=2, width=128, heads=4, steps=250, lr=3e-3, dtype="float32"
+        seq=256, batch=4, layers=2, width=128, heads=4, steps=500, lr=3e-3, dtype="float32"
     )
 
 
@@ -177,6 +177,7 @@ def train(
     sizes: Sizes,
     *,
     seed: int,
+    sample_bytes: int,
     change_params: Callable[[Any], Any] = lambda params: params,
 ) -> Run:
     """Trains from `seed`; the last twentieth of the data is held out."""
@@ -212,14 +213,13 @@ def train(
         params, state, loss = step(params, state, window)
         losses.append(float(loss))  # waits for the step
         times.append(time.perf_counter() - start)
-        bar.set_postfix_str(
-            f"loss {losses[-1]:.3f}, {sizes.batch * sizes.seq / times[-1]:.3g} tok/s"
-        )
+        tokens_per_s = sizes.batch * sizes.seq / times[-1]
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens_per_s:,.0f} tokens/s")
 
     evaluate = jax.jit(functools.partial(loss_of, model))
     rng = np.random.default_rng(0)
     held_out_losses = [float(evaluate(params, windows(held_out, sizes, rng))) for _ in range(8)]
-    sample = generate(model, params, b"def ", length=200, seed=seed)
+    sample = generate(model, params, b"def ", length=sample_bytes, seed=seed)
     return Run(name, losses, times, statistics.mean(held_out_losses), sample)
 
 
@@ -316,6 +316,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default = getattr(defaults, field.name)
         add(f"--{field.name}", type=type(default), default=default, help=f"default {default}")
     add("--seed", type=int, default=0)
+    add("--sample", type=int, default=200, help="bytes to write at the end, default 200")
     add("--plot", type=Path, default=Path("train_lm.png"), help="default train_lm.png")
     add("--json", type=Path, help="write losses and step times here")
     return parser.parse_args(argv)
@@ -329,9 +330,9 @@ def main(argv: list[str] | None = None) -> list[Run]:
     print(f"{len(data) / 1e6:.1f} MB of text, {sizes}, on {jax.devices()[0].device_kind}")
 
     names = ["flash", "jax"] if args.compare else [args.attention]
-    runs = [train(name, ATTENTION[name], data, sizes, seed=args.seed) for name in names]
+    run = functools.partial(train, data=data, sizes=sizes, seed=args.seed, sample_bytes=args.sample)
+    runs = [run(name, ATTENTION[name]) for name in names]
     if args.perturb:
-        run = functools.partial(train, data=data, sizes=sizes, seed=args.seed)
         runs.append(run("jax-perturbed", jax_attention, change_params=perturbed))
 
     for run in runs:

@@ -20,7 +20,7 @@ class ForwardConfig:
       rescale_threshold: in log2 units; rescale the accumulator only when a row's maximum grew by
         more. 0 rescales every step. Exact in real arithmetic either way.
       q_stages: slots of the Q ring.
-      output_through_q: stage the output in the Q buffer.
+      output_through_q: stage the output in the Q buffer, where head_dim and head_dim_v are equal.
       persistent: one block an SM over a schedule made ahead (else one block a tile).
       head_group: heads whose K and V are meant to share L2.
     """

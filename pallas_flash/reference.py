@@ -2,13 +2,13 @@
 
 `attention_reference` in float64 (float32 without x64) says what every implementation should give;
 in a narrower dtype it is the plain attention against whose error theirs is measured.
-`numpy_attention` says the same a second time with no JAX arithmetic in it. Only tests, the
+`oracle` says the same a second time in NumPy, with gradients derived by hand. Only tests, the
 benchmark's check and a curious user call these.
 
 B batch, T queries, S keys, N query heads, K kv heads, H head_dim, Hv head_dim_v.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,76 +70,140 @@ def attention_reference(
 def oracle(
     operands: Operands, problem: Problem, dout: Array, dlse: Array | None = None
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Float64 values and gradients, whether or not x64 is on; not to be called under a trace.
+    """Float64 values and gradients in NumPy, by hand: no autodiff, no x64, nothing to compile.
 
     Args:
-      operands, problem: the call.
+      operands, problem: the call, concrete.
       dout: (B, T, N, Hv), cotangent of out.
-      dlse: (B, N, T), cotangent of the log-sum-exp; None is zero.
+      dlse: (B, N, T), cotangent of the log-sum-exp; None is zero. Ignored where lse is -inf.
 
     Returns:
-      out, lse, and the gradient of every differentiable operand present, by its name.
+      out, (B, T, N, Hv), lse, (B, N, T), and the gradient of every differentiable operand that is
+      present, by its name and in its shape.
     """
-    with jax.enable_x64(True):
-        widen = lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        wide = jax.tree.map(lambda x: jnp.asarray(widen(np.asarray(x))), operands)
-        dout = jnp.asarray(np.asarray(dout, np.float64))
-        dlse = jnp.zeros(_logits_shape(problem)[:3]) if dlse is None else np.float64(dlse)
-        out, lse, grads = _values_and_gradients(wide, problem, dout, jnp.asarray(dlse))
-        return np.asarray(out), np.asarray(lse), {n: np.asarray(g) for n, g in grads.items()}
+    dense = _numpy_dense(operands, problem)
+    dout = np.asarray(dout, np.float64)
+    dlse = np.zeros(dense.lse.shape) if dlse is None else np.asarray(dlse, np.float64)
+    dlse = np.where(np.isfinite(dense.lse), dlse, 0.0)
 
-
-def plain_gradients(operands: Operands, problem: Problem, dout: Array, dlse: Array | None = None):
-    """What `oracle` returns, from plain attention in the dtype of the operands."""
-    if dlse is None:
-        dlse = jnp.zeros(_logits_shape(problem)[:3], jnp.promote_types(problem.dtype, jnp.float32))
-    return _values_and_gradients(operands, problem, dout, dlse)
+    delta = np.einsum("btnh,btnh->bnt", dout, dense.out) - dlse
+    dprobs = dense.kept * np.einsum("btnh,bsnh->bnts", dout, dense.v)
+    dcapped = dense.probs * (dprobs - delta[..., None])
+    dlogits, dcap = dcapped, 0.0
+    if dense.cap is not None:
+        u = dense.logits / dense.cap
+        slope = 1 - np.tanh(u) ** 2
+        dlogits, dcap = dcapped * slope, (dcapped * (np.tanh(u) - u * slope)).sum()
+    ddots = dlogits * dense.scale
+    grads = {
+        "query": np.einsum("bnts,bsnh->btnh", ddots, dense.k),
+        "key": _sum_groups(problem, np.einsum("bnts,btnh->bsnh", ddots, dense.q)),
+        "value": _sum_groups(
+            problem, np.einsum("bnts,btnh->bsnh", dense.probs * dense.kept, dout)
+        ),
+    }
+    if operands.bias is not None:
+        grads["bias"] = _sum_to(dlogits, operands.bias.shape)
+    if operands.scale is not None:
+        per_row = (dlogits * dense.dots).sum(axis=(1, 2, 3))
+        grads["scale"] = per_row.sum() if operands.scale.ndim == 0 else per_row
+    if operands.soft_cap is not None:
+        grads["soft_cap"] = dcap
+    if operands.sinks is not None:
+        grads["sinks"] = -(dense.sink_probs * delta).sum(axis=(0, 2))
+    return dense.out, dense.lse, grads
 
 
 def numpy_attention(operands: Operands, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """`attention_reference` in float64 NumPy, one query row at a time; forward only."""
-    shape = _logits_shape(problem)
-    q, k, v = (np.asarray(x, np.float64) for x in _without_tails(operands))
-    visible = np.broadcast_to(np.asarray(_visible(operands, problem)), shape)
-    bias = np.zeros(()) if operands.bias is None else np.asarray(operands.bias, np.float64)
-    bias = np.broadcast_to(bias, shape)
-    scale = problem.scale if operands.scale is None else np.asarray(operands.scale, np.float64)
-    scale = np.broadcast_to(scale, (problem.batch,))
-    cap = problem.soft_cap if operands.soft_cap is None else float(operands.soft_cap)
-    kept = np.ones(shape, bool)
-    if problem.dropout_rate:
-        kept = np.broadcast_to(np.asarray(_kept(operands, problem)), shape)
-
-    out = np.zeros((problem.batch, problem.q_len, problem.num_q_heads, problem.head_dim_v))
-    lse = np.full(shape[:3], -np.inf)
-    for b, n, t in np.ndindex(*shape[:3]):
-        keys = np.flatnonzero(visible[b, n, t])
-        n_kv = n // problem.q_per_kv
-        logits = scale[b] * (k[b, keys, n_kv] @ q[b, t, n]) + bias[b, n, t, keys]
-        if cap is not None:
-            logits = cap * np.tanh(logits / cap)
-        values = v[b, keys, n_kv] * kept[b, n, t, keys, None]
-        if operands.sinks is not None:
-            logits = np.append(logits, np.float64(operands.sinks[n]))
-            values = np.concatenate([values, np.zeros((1, values.shape[1]))])
-        if logits.size:
-            lse[b, n, t] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
-            out[b, t, n] = np.exp(logits - lse[b, n, t]) @ values
-    return out * dropout.keep_scale(problem.dropout_rate), lse
+    """out and lse of `oracle`."""
+    dense = _numpy_dense(operands, problem)
+    return dense.out, dense.lse
 
 
-def _values_and_gradients(operands, problem, dout, dlse):
+def reference_gradients(
+    operands: Operands,
+    problem: Problem,
+    dout: Array,
+    dlse: Array | None = None,
+    dtype: Any = None,
+):
+    """What `oracle` returns, from `attention_reference` and autodiff; dtype None: that of query."""
     names = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
+    dtype = operands.query.dtype if dtype is None else dtype
 
     @jax.jit
     def run(operands, dout, dlse):
         def f(chosen):
-            return attention_reference(operands._replace(**chosen), problem, operands.query.dtype)
+            return attention_reference(operands._replace(**chosen), problem, dtype)
 
         (out, lse), vjp = jax.vjp(f, {n: getattr(operands, n) for n in names})
-        return out, lse, vjp((dout.astype(out.dtype), dlse.astype(lse.dtype)))[0]
+        dlse = jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)
+        return out, lse, vjp((dout.astype(out.dtype), dlse))[0]
 
     return run(operands, dout, dlse)
+
+
+class _Dense(NamedTuple):
+    """Every intermediate of attention, float64; heads of k and v repeated."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    scale: np.ndarray  # (B|1, 1, 1, 1)
+    cap: float | None
+    dots: np.ndarray  # (B, N, T, S), as are logits, probs and kept
+    logits: np.ndarray  # before the cap, 0 where hidden
+    probs: np.ndarray  # before dropout
+    sink_probs: np.ndarray  # (B, N, T)
+    kept: np.ndarray  # 0, or 1 / (1 - rate)
+    out: np.ndarray
+    lse: np.ndarray
+
+
+def _numpy_dense(operands, problem):
+    shape = _logits_shape(problem)
+    q, k, v = (np.asarray(x, np.float64) for x in _without_tails(operands))
+    k, v = (np.repeat(x, problem.q_per_kv, axis=2) for x in (k, v))
+    visible = np.broadcast_to(np.asarray(_visible(operands, problem)), shape)
+    scale = problem.scale if operands.scale is None else np.asarray(operands.scale, np.float64)
+    scale = np.reshape(scale, (-1, 1, 1, 1))
+    cap = problem.soft_cap if operands.soft_cap is None else float(operands.soft_cap)
+
+    dots = np.where(visible, np.einsum("btnh,bsnh->bnts", q, k), 0.0)
+    logits = scale * dots
+    if operands.bias is not None:
+        logits = logits + np.where(visible, np.asarray(operands.bias, np.float64), 0.0)
+    capped = logits if cap is None else cap * np.tanh(logits / cap)
+    capped = np.where(visible, capped, -np.inf)
+    sinks = np.full((1, shape[1], 1, 1), -np.inf)
+    if operands.sinks is not None:
+        sinks = np.asarray(operands.sinks, np.float64).reshape(sinks.shape)
+    top = np.maximum(capped.max(axis=-1, keepdims=True, initial=-np.inf), sinks)
+    top = np.where(np.isfinite(top), top, 0.0)
+    weights, sink_weights = np.exp(capped - top), np.exp(sinks - top)
+    total = weights.sum(axis=-1, keepdims=True) + sink_weights
+    safe = np.where(total > 0, total, 1.0)
+    lse = np.where(total > 0, np.log(safe) + top, -np.inf)[..., 0]
+
+    kept = np.ones(shape)
+    if problem.dropout_rate:
+        kept = np.asarray(_kept(operands, problem)) * dropout.keep_scale(problem.dropout_rate)
+    probs = weights / safe
+    out = np.einsum("bnts,bsnh->btnh", probs * kept, v)
+    sink_probs = (sink_weights / safe)[..., 0]
+    return _Dense(q, k, v, scale, cap, dots, logits, probs, sink_probs, kept, out, lse)
+
+
+def _sum_groups(problem, x):
+    """(B, S, N, H) summed over the query heads of each kv head."""
+    b, s, _, h = x.shape
+    return x.reshape(b, s, problem.num_kv_heads, problem.q_per_kv, h).sum(axis=3)
+
+
+def _sum_to(x, shape):
+    """x summed over the axes along which `shape` has size 1."""
+    axes = tuple(i for i, size in enumerate(shape) if size == 1)
+    return x.sum(axis=axes, keepdims=True)
 
 
 def _logits_shape(problem):

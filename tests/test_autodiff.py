@@ -110,9 +110,7 @@ def _third(x):
 @pytest.mark.parametrize("derivative", ["hessian", "grad_of_grad", "hvp", "scale"])
 def test_second_derivatives(implementation, derivative):
     q, k, v = _qkv(implementation, (1, 4, 1, 3))
-    ours = functools.partial(
-        dot_product_attention, is_causal=True, implementation=implementation
-    )
+    ours = functools.partial(dot_product_attention, is_causal=True, implementation=implementation)
 
     def second(attention, q, k, v):
         loss = lambda q, k=k, v=v, scale=jnp.float32(0.5): _third(attention(q, k, v, scale=scale))
@@ -145,9 +143,7 @@ def test_forward_mode_on_xla():
 def test_forward_mode_on_the_kernels_is_refused_by_jax():
     q, k, v = _qkv("mosaic_gpu")
     with runnable("mosaic_gpu"), pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(
-            lambda q: dot_product_attention(q, k, v, implementation="mosaic_gpu"), (q,), (q,)
-        )
+        jax.jvp(lambda q: dot_product_attention(q, k, v, implementation="mosaic_gpu"), (q,), (q,))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -249,9 +245,7 @@ def _calls_of(text, kernel):
         own = sum(
             1 for line in body.splitlines() if "custom_call @mosaic_gpu" in line and kernel in line
         )
-        called = [
-            piece.split("(", 1)[0] for piece in body.split("call @")[1:] if "(" in piece
-        ]
+        called = [piece.split("(", 1)[0] for piece in body.split("call @")[1:] if "(" in piece]
         return own + sum(count(c) for c in called if c in runs)
 
     return count("main")
@@ -303,9 +297,7 @@ def test_x64_changes_neither_results_nor_dtypes(implementation):
             got = run(q, k, v)
     for a, b in zip(got, wanted, strict=True):
         assert a.dtype == b.dtype
-        np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-6
-        )
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-6)
 
 
 def test_float64():

@@ -1,6 +1,5 @@
 """The fused backward in Pallas' interpret mode, against float64 gradients written out in NumPy."""
 
-
 import dataclasses
 
 import jax
@@ -94,7 +93,9 @@ CASES = {
     "d128-64": Case(head_dim=128, head_dim_v=64, config=KEYS_128, kv_lengths=(130,)),
     "d64-128": Case(head_dim=64, head_dim_v=128, config=ROLES, causal_shift=0),
     "d192-128-ragged": Case(q_len=139, head_dim=192, head_dim_v=128, config=ROLES, causal_shift=0),
-    "d256-causal": Case(q_len=192, kv_len=192, head_dim=256, head_dim_v=256, config=ROLES, causal_shift=0),
+    "d256-causal": Case(
+        q_len=192, kv_len=192, head_dim=256, head_dim_v=256, config=ROLES, causal_shift=0
+    ),
     "d256-lengths": Case(
         head_dim=256, head_dim_v=256, config=ROLES, query_lengths=(100,), kv_lengths=(65,)
     ),
@@ -230,5 +231,3 @@ def _check(case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
     _check(CASES[name])
-
-

@@ -11,6 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "pallas_flash"
 STREET = (  # a module imports from its own row or from rows below it
     "benchmark autotune",
     "linen nnx",
+    "flax_common",
+    "flax_common",
     "api",
     "autodiff",
     "dispatch",

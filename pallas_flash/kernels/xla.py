@@ -91,7 +91,10 @@ def _even(length: int, limit: int) -> int:
 def _attention(problem, block_q, block_kv, operands):
     if 0 in (problem.batch, problem.q_len, problem.kv_len, problem.num_q_heads):
         return _no_keys(problem, operands)
-    return jax.checkpoint(functools.partial(_chunked, problem, block_q, block_kv))(operands)
+    chunked = functools.partial(_chunked, problem, block_q, block_kv)
+    # A single block may as well be shared by the two passes where XLA sees both: it is small.
+    is_small = block_q >= problem.q_len and block_kv >= problem.kv_len
+    return jax.checkpoint(chunked, prevent_cse=not is_small)(operands)
 
 
 def _no_keys(problem, operands):

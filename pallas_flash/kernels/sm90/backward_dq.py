@@ -55,8 +55,8 @@ def flash_backward_dq(
     k: Array,
     v: Array,
     dout: Array,
-    lse_init: Array,
-    delta_init: Array,
+    lse: Array,
+    delta: Array,
     scale: Array,
     *,
     mask: masks.Mask,
@@ -78,10 +78,8 @@ def flash_backward_dq(
       k: (B, S, K, H).
       v: (B, S, K, Hv); query head n reads kv head n // (N / K).
       dout: (B, T, N, Hv).
-      lse_init: float32 (B, N, Tl), Tl >= q_len, -lse / scale with lse in natural log; -inf for rows
-        that see no key.
-      delta_init: float32 (B, N, Tl), -sum(out * dout) + dlse; finite for every row before
-        `query_lengths`.
+      lse: float32 (B, N, >= q_len), natural log; -inf for a row that sees no key.
+      delta: float32 (B, N, >= q_len), rowsum(out * dout) - dlse.
       scale: float32 (B,), positive.
       mask: any mask whose bounds say everything.
       q_len: true number of queries, at most T and more than T - 8.
@@ -113,19 +111,21 @@ def flash_backward_dq(
         head_dim_v=v.shape[3],
         dtype=jnp.dtype(q.dtype).name,
         mask=mask,
+        facts=forward._mask_facts(mask, q_len, kv_len, config),
         config=config,
         out_float32=out_float32,
         interpret=interpret,
     )
-    smem.check_smem(f"{config} with head_dim={head_dim}, head_dim_v={v.shape[3]}", _scratch(plan))
+    on_gpu = _scratch(dataclasses.replace(plan, interpret=False))
+    smem.check_smem(f"{config} with head_dim={head_dim}, head_dim_v={v.shape[3]}", on_gpu)
     tail = lambda x: None if kv_lengths is None else tails.tail_tile(x, kv_lengths, config.block_kv)
     operands = dict(
         q=q,
         k=k,
         v=v,
         dout=dout,
-        lse_init=_whole_rows(lse_init, -jnp.inf),
-        delta_init=_whole_rows(delta_init, 0.0),
+        lse=_whole_rows(lse, -jnp.inf),
+        delta=_whole_rows(delta, 0.0),
         scale=scale,
         query_lengths=query_lengths,
         kv_lengths=kv_lengths,
@@ -151,7 +151,7 @@ def flash_backward_dq(
         grid_names=("block",),
         num_threads=config.compute_wgs + 1,
         thread_name="wg",
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -237,8 +237,8 @@ class _Gmem(NamedTuple):
     k: Any
     v: Any
     dout: Any
-    lse_init: Any
-    delta_init: Any
+    lse: Any
+    delta: Any
     scale: Any
     dq: Any
     query_lengths: Any = None
@@ -310,9 +310,7 @@ def _load(plan, gmem, tile, array, tail, ring, ready, consumed, i: Int) -> None:
 
     def load(ref, first_key):
         keys = pl.ds(first_key, block_kv)
-        plgpu.copy_gmem_to_smem(
-            ref.at[tile.batch, keys, head], ring.at[slot], ready.at[slot]
-        )
+        plgpu.copy_gmem_to_smem(ref.at[tile.batch, keys, head], ring.at[slot], ready.at[slot])
 
     if tail is None:
         load(array, ki * block_kv)
@@ -330,8 +328,8 @@ class _Statistics(NamedTuple):
 
     Attributes:
       scale2: from q.k to log2 units.
-      lse2: log-sum-exp in log2 units, +inf for rows that see no key. [64]
-      delta: [64]
+      lse2: log-sum-exp in log2 units; +inf for a row that sees no key, so that its P is 0. [64]
+      delta: as in `flash_backward_dq`. [64]
     """
 
     scale2: Any
@@ -339,9 +337,7 @@ class _Statistics(NamedTuple):
     delta: Any
 
 
-def _consume(
-    plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: forward._Tile, wg: Int
-) -> None:
+def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: forward._Tile, wg: Int) -> None:
     """A consumer warpgroup: dq of its 64 rows."""
     op, num_wgs = plan.op, plan.config.compute_wgs
     plgpu.set_max_registers(forward._REGISTERS[num_wgs][0], action="increase")
@@ -360,15 +356,19 @@ def _consume(
 
 
 def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
-    # A tile may end past Tl; rows there are stored nowhere, so any statistic will do.
-    row0 = lax.min(work.row0, jnp.int32(gmem.lse_init.shape[-1] - WG_ROWS))
+    # A tile may end past the last row; what is made there is stored nowhere.
+    row0 = lax.min(work.row0, jnp.int32(gmem.lse.shape[-1] - WG_ROWS))
 
     def load(ref):
         rows = ref.at[work.tile.batch, work.tile.head, pl.ds(row0, WG_ROWS)]
         return plgpu.load(rows, layout=mma.ROW_LAYOUT, optimized=False)
 
-    scale2 = gmem.scale[work.tile.batch] * tile_math.LOG2E
-    return _Statistics(scale2, -(load(gmem.lse_init) * scale2), -load(gmem.delta_init))
+    lse = load(gmem.lse)
+    return _Statistics(
+        scale2=gmem.scale[work.tile.batch] * tile_math.LOG2E,
+        lse2=jnp.where(lse == -jnp.inf, jnp.inf, lse * tile_math.LOG2E),
+        delta=load(gmem.delta),
+    )
 
 
 def _zeros(columns: int):
@@ -391,6 +391,8 @@ def _walk(work: _Work, statistics: _Statistics, *, dq, scores, dp):
 def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, masked: bool):
     """dQ of step i - 1 from its dS; S, dP, P and dS of step i. Returns dS."""
     op, scratch, c = work.plan.op, work.scratch, work.plan.config
+    # wgmma's descriptors of Q and dout would be hoisted out of the loop: 32 of 64 bits at
+    # head_dim 256, which spill. This makes them depend on the step.
     work = work._replace(wg=lax.optimization_barrier(work.wg))
     slot, v_slot = work.k_slot(i), work.v_slot(i)
     before = work.k_slot(lax.max(i - 1, jnp.int32(0)))  # dS of step -1 is 0: any K that is there

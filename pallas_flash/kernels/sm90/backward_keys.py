@@ -138,15 +138,15 @@ def _consume(block: Block, wg) -> None:
         smem.ds[DS_SLOTS - 1, mine] = zeros
         launch.op.fence_async()
         plgpu.barrier_arrive(bars.ds_ready.at[DS_SLOTS - 1])
-    scale = block.gmem.scale[block.walk.b]
+    scale2 = block.gmem.scale[block.walk.b] * LOG2E
     plgpu.barrier_wait(bars.kv_ready)
     dk, dv = launch.op.with_accumulators(
-        lambda **acc: _walk(_Consumer(block, wg, scale * LOG2E, Accumulators(**acc))),
+        lambda **acc: _walk(_Consumer(block, wg, scale2, Accumulators(**acc))),
         smem.accumulators,
         wg,
         **_accumulator_shapes(launch),
     )
-    _finish(block, wg, dk * scale, dv)
+    _finish(block, wg, dk, dv)
 
 
 def _walk(c: _Consumer):
@@ -247,6 +247,7 @@ def _finish(block: Block, wg, dk, dv) -> None:
     plgpu.barrier_arrive(block.bars.done)
     plgpu.barrier_wait(block.bars.done)
     mine, row0 = pl.ds(wg * ROWS, ROWS), block.walk.kv0 + wg * ROWS
+    dk *= block.gmem.scale[block.walk.b]  # read again: kept, it would cost the loop a register
     common.store_grad(block, dk, block.smem.k.at[mine], block.gmem.dk, row0)
     common.store_grad(block, dv, block.smem.v.at[mine], block.gmem.dv, row0)
     plgpu.wait_smem_to_gmem(0)

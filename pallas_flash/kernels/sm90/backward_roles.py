@@ -126,15 +126,15 @@ def _consume(block: Block, role: int) -> None:
         smem.ds[DS_SLOTS - 1] = common.zeros((KEYS, launch.config.block_q)).astype(launch.dtype)
         launch.op.fence_async()
         plgpu.barrier_arrive(bars.ds_ready.at[DS_SLOTS - 1])
-    scale = block.gmem.scale[block.walk.b]
+    scale2 = block.gmem.scale[block.walk.b] * LOG2E
     plgpu.barrier_wait(bars.kv_ready)
     grad = launch.op.with_accumulators(
-        lambda **acc: _walk(_Consumer(block, role, scale * LOG2E, Accumulators(**acc))),
+        lambda **acc: _walk(_Consumer(block, role, scale2, Accumulators(**acc))),
         smem.accumulators[role],
         0,
         **_accumulator_shapes(launch, role),
     )
-    _finish(block, role, grad if role == DV_OWNER else grad * scale)
+    _finish(block, role, grad)
 
 
 def _walk(c: _Consumer):
@@ -228,6 +228,8 @@ def _finish(block: Block, role: int, grad) -> None:
     plgpu.barrier_arrive(block.bars.done)
     plgpu.barrier_wait(block.bars.done)
     smem, gmem = block.smem, block.gmem
+    if role == DK_OWNER:
+        grad *= gmem.scale[block.walk.b]
     buffer, out = (smem.v, gmem.dv) if role == DV_OWNER else (smem.k, gmem.dk)
     common.store_grad(block, grad, buffer, out, block.walk.kv0)
     plgpu.wait_smem_to_gmem(0)

@@ -123,6 +123,7 @@ def flash_forward(
         head_dim_v=v.shape[3],
         dtype=jnp.dtype(q.dtype).name,
         mask=mask,
+        facts=_mask_facts(mask, q_len, kv_len, config),
         config=config,
         num_sms=num_sms,
         interpret=interpret,
@@ -189,6 +190,7 @@ class _Plan:
     num_q_heads: int = 1
     num_kv_heads: int = 1
     mask: masks.Mask = masks.And()
+    facts: "_MaskFacts | None" = None
     num_sms: int = hardware.SM90.num_sms
     interpret: bool = False
 
@@ -229,11 +231,7 @@ class _Plan:
 
     @property
     def output_through_q(self) -> bool:
-        return self.config.output_through_q and self.head_dim_v <= self.head_dim
-
-    @property
-    def facts(self) -> "_MaskFacts":
-        return _mask_facts(self.mask, self.q_len, self.kv_len, self.config)
+        return self.config.output_through_q and self.head_dim_v == self.head_dim
 
 
 class _Scratch(NamedTuple):
@@ -363,7 +361,8 @@ def _with_ragged_end(bounds: masks.Bounds, kv_len: int, block_kv: int) -> masks.
 @functools.lru_cache(maxsize=256)
 def _mask_facts(mask: masks.Mask, q_len: int, kv_len: int, config: ForwardConfig) -> _MaskFacts:
     probe = masks.MaskValues(*[np.int32(0)] * len(masks.MaskValues._fields))
-    bounds = _with_ragged_end(mask.bounds(probe), kv_len, config.block_kv)
+    with jax.ensure_compile_time_eval():
+        bounds = _with_ragged_end(mask.bounds(probe), kv_len, config.block_kv)
     present = [b for b in dataclasses.astuple(bounds) if b is not None]
     hides_before = bounds.lower is not None
     if hides_before or not all(isinstance(b, int) for b in present):
@@ -795,7 +794,7 @@ def _finish(work: _Work, gmem: _Gmem, slot: Int, acc, softmax: _Softmax) -> None
     plan, scratch, tile = work.plan, work.scratch, work.tile
     row_sum = softmax.row_sum.sum(axis=1)
     if plan.output_through_q:
-        staged = work.q if plan.head_dim_v == plan.head_dim else work.q.at[:, : plan.head_dim_v]
+        staged = work.q
     else:
         staged = scratch.out.at[pl.ds(work.wg * WG_ROWS, WG_ROWS)]
         plgpu.barrier_arrive(scratch.q_consumed.at[slot])

@@ -1,0 +1,91 @@
+"""The tuned numbers, and nothing else: which configuration a problem runs with.
+
+Beside each row stand the chip, the date and the figure that chose it; a row without a figure was
+chosen because it compiles clean and fits, by analogy with its neighbours, and is to be measured.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_flash.config import ForwardConfig
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedForward:
+    """A row of the forward table.
+
+    Attributes:
+      config: how the kernel is cut.
+      spill_bytes: most bytes a thread spills (stores), over both dtypes and all masks, by ptxas
+        13.0. The ahead-of-time test fails above it.
+    """
+
+    config: ForwardConfig
+    spill_bytes: int = 0
+
+
+def _three_in_turn(**changes) -> ForwardConfig:
+    base = ForwardConfig(compute_wgs=3, overlap=False, q_stages=2, output_through_q=False)
+    return dataclasses.replace(base, **changes)
+
+
+def _two_overlapped(**changes) -> ForwardConfig:
+    return dataclasses.replace(ForwardConfig(rescale_threshold=8.0), **changes)
+
+
+# By (head_dim, head_dim_v): without a mask, and with one. TFLOP/s on an H200, 2026-11-29, bfloat16,
+# 16,384 tokens, model width 2048, T 8192, JAX 0.11.2, CUPTI median of a short burst.
+_FORWARD = {
+    (64, 64): (  # 575 full, 549 causal
+        TunedForward(_three_in_turn()),
+        TunedForward(_three_in_turn()),
+    ),
+    (128, 128): (  # 717 full, 708 causal
+        TunedForward(_three_in_turn(output_through_q=True, rescale_threshold=8.0)),
+        TunedForward(_two_overlapped(q_stages=2)),
+    ),
+    (256, 256): (  # 829 full, 797 causal
+        TunedForward(_two_overlapped(block_kv=64, persistent=False)),
+        TunedForward(_two_overlapped(block_kv=64, persistent=False)),
+    ),
+    # Not measured.
+    (64, 128): (TunedForward(_two_overlapped(q_stages=2)),) * 2,
+    (64, 192): (TunedForward(_two_overlapped(q_stages=2)),) * 2,
+    (64, 256): (TunedForward(_two_overlapped(q_stages=2, block_kv=64)),) * 2,
+    (128, 64): (TunedForward(_three_in_turn()),) * 2,
+    (128, 192): (TunedForward(_two_overlapped(q_stages=2, block_kv=64)),) * 2,
+    (128, 256): (TunedForward(_two_overlapped(q_stages=2, block_kv=64)),) * 2,
+    (192, 64): (TunedForward(_three_in_turn(q_stages=1)),) * 2,
+    (192, 128): (TunedForward(_two_overlapped(q_stages=2, block_kv=64)),) * 2,
+    (192, 192): (TunedForward(_two_overlapped(q_stages=2, block_kv=64)),) * 2,
+    (192, 256): (TunedForward(_two_overlapped(block_kv=64)),) * 2,
+    (256, 64): (TunedForward(_two_overlapped(q_stages=2, block_kv=64)),) * 2,
+    (256, 128): (TunedForward(_two_overlapped(block_kv=64)),) * 2,
+    (256, 192): (TunedForward(_two_overlapped(block_kv=64)),) * 2,
+}
+
+HEAD_DIMS = tuple(sorted({head_dim for head_dim, _ in _FORWARD}))
+
+
+def tuned_forward(head_dim: int, head_dim_v: int, *, is_masked: bool, dtype) -> TunedForward:
+    """The row for these padded head dims.
+
+    Args:
+      head_dim: of q and k, one of HEAD_DIMS.
+      head_dim_v: of v, one of HEAD_DIMS.
+      is_masked: some pair may be hidden (causal, window, lengths).
+      dtype: bfloat16 or float16; both run with the same row.
+
+    Raises:
+      KeyError: for other head dims.
+    """
+    assert jnp.dtype(dtype).itemsize == 2, f"dtype={dtype} must be bfloat16 or float16"
+    return _FORWARD[head_dim, head_dim_v][is_masked]
+
+
+def forward_config(head_dim: int, head_dim_v: int, *, is_masked: bool, dtype) -> ForwardConfig:
+    """The configuration of `tuned_forward`'s row."""
+    return tuned_forward(head_dim, head_dim_v, is_masked=is_masked, dtype=dtype).config

@@ -1,0 +1,166 @@
+"""The GPU bodies of the tensor-core seam, each alone on a GPU: interpret mode does not run them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import masks
+from pallas_flash.kernels.sm90 import mma
+
+pytestmark = pytest.mark.gpu
+op = mma.GpuOps
+
+
+def _accumulator_kernel(body, out_shape, *args, num_threads=1):
+    """body(*arg refs, out ref) in a kernel of one block."""
+
+    def kernel(*refs):
+        body(*refs)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32),
+        num_threads=num_threads,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*args)
+
+
+BOUNDS = [
+    masks.Bounds(*limits)
+    for limits in itertools.product((None, -5), (None, 3), (None, 70), (None, 49))
+    if any(limit is not None for limit in limits)
+]
+
+
+@pytest.mark.parametrize("q_axis", [0, 1])
+@pytest.mark.parametrize("width", [64, 128])
+def test_hide_outside_is_allowed(q_axis, width):
+    shape = (64, width)
+    rng = np.random.default_rng(0)
+    scores = jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+    q0, kv0 = 32, 24
+    q_pos = q0 + lax.broadcasted_iota(jnp.int32, shape, q_axis)
+    kv_pos = kv0 + lax.broadcasted_iota(jnp.int32, shape, 1 - q_axis)
+    for bounds in BOUNDS:
+        present = {n: b for n, b in vars(bounds).items() if b is not None}
+        values = jnp.array([*present.values()], jnp.int32)
+
+        def body(scores_ref, values_ref, out_ref, present=present):
+            traced = masks.Bounds(**{n: values_ref[i] for i, n in enumerate(present)})
+            tile = plgpu.load(scores_ref, layout=mma.ACC_LAYOUT, optimized=False)
+            hidden = op.hide_outside(tile, traced, jnp.int32(q0), jnp.int32(kv0), q_axis)
+            out_ref[...] = hidden
+
+        got = _accumulator_kernel(body, shape, scores, values)
+        wanted = masks.hide(scores, bounds.allowed(q_pos, kv_pos))
+        np.testing.assert_array_equal(got, wanted, err_msg=str(bounds))
+
+
+@pytest.mark.parametrize(("m", "n"), [(64, 64), (64, 32), (128, 64)])
+def test_add_dq_and_its_order(m, n):
+    rng = np.random.default_rng(0)
+    tile = jnp.asarray(rng.standard_normal((m, n)).astype(np.float32))
+    start = jnp.asarray(rng.standard_normal(m * n).astype(np.float32))
+
+    def add(tile, start):
+        buffer = jax.new_ref(start)
+
+        def body(tile_ref, buffer_ref, out_ref):
+            value = plgpu.load(tile_ref, layout=mma.ACC_LAYOUT, optimized=False)
+            op.add_dq(value, buffer_ref)
+            out_ref[...] = plgpu.layout_cast(jnp.zeros((64, 8), jnp.float32), mma.ACC_LAYOUT)
+
+        done = _accumulator_kernel(body, (64, 8), tile, buffer)
+        return op.order_dq(jax.freeze(buffer), m, n), done
+
+    got, _ = jax.jit(add)(tile, start)
+    np.testing.assert_allclose(got - op.order_dq(start, m, n), tile, atol=1e-5)
+
+
+def test_any_greater_is_true_where_a_row_of_the_warp_is():
+    """A warp holds 16 rows: only the warp with the greater row changes its values."""
+    rows = jnp.zeros(64).at[37].set(1.0)  # warp 2
+
+    def body(rows_ref, out_ref):
+        values = plgpu.load(rows_ref, layout=mma.ROW_LAYOUT, optimized=False)
+        zero = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), mma.ROW_LAYOUT)
+        ones = plgpu.layout_cast(jnp.ones((64, 8), jnp.float32), mma.ACC_LAYOUT)
+        greater = op.any_greater(values, zero)
+        out_ref[...] = lax.cond(greater, lambda: ones * 2.0, lambda: ones)
+
+    got = _accumulator_kernel(body, (64, 8), rows)
+    wanted = np.ones((64, 8))
+    wanted[32:48] = 2.0
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_token_orders_two_warpgroups():
+    """Warpgroup 0 must write before warpgroup 1 reads: the token carries that."""
+
+    def body(out_ref, shared):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            shared[...] = plgpu.layout_cast(jnp.full((64, 8), 3.0, jnp.float32), mma.ACC_LAYOUT)
+            op.fence_async()
+            op.token_pass(jnp.int32(1), 2)
+
+        @pl.when(wg == 1)
+        def _():
+            op.token_take(wg)
+            out_ref[...] = plgpu.load(shared, layout=mma.ACC_LAYOUT, optimized=False)
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 8), jnp.float32),
+        scratch_types=[plgpu.SMEM((64, 8), jnp.float32)],
+        num_threads=2,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )()
+    np.testing.assert_array_equal(got, np.full((64, 8), 3.0))
+
+
+def test_persistent_accumulator_keeps_adding():
+    """set, issue twice, read with one product in flight, read the rest."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal((64, 64)), jnp.bfloat16) for _ in range(2))
+    tile = plgpu.SMEM(
+        (64, 64),
+        jnp.bfloat16,
+        transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
+    )
+
+    def body(a_ref, b_ref, out_ref, a_smem, b_smem, ready):
+        plgpu.copy_gmem_to_smem(a_ref, a_smem, ready)
+        plgpu.copy_gmem_to_smem(b_ref, b_smem, ready)
+        plgpu.barrier_wait(ready)
+
+        def scoped(acc, other):
+            op.set(acc, plgpu.layout_cast(jnp.ones((64, 64), jnp.float32), mma.ACC_LAYOUT))
+            op.wgmma(acc, a_smem, b_smem)
+            op.wgmma(other, a_smem, b_smem)
+            first = op.load(acc, 1)
+            op.wait(0)
+            return first + op.load(other, None)
+
+        shape = (64, 64)
+        out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=shape, other=shape)
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        scratch_types=[tile, tile, plgpu.Barrier(num_arrivals=2)],
+        num_threads=1,
+        thread_name="wg",
+    )(a, b)
+    wanted = 1 + 2 * np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    np.testing.assert_allclose(got, wanted, atol=1e-3)

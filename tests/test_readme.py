@@ -1,0 +1,45 @@
+"""The README is true: its Python runs, its commands name what exists, its file map is complete."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = re.findall(r"^    (.*)$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_snippet_runs(number):
+    exec(compile(SNIPPETS[number], f"README.md, snippet {number}", "exec"), {})
+
+
+def test_there_are_snippets_and_commands():
+    assert SNIPPETS and COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_names_what_exists(command):
+    words = shlex.split(command)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = [words[i + 1] for i, word in enumerate(words) if word == "--extra"]
+    assert set(named) <= set(extras)
+    modules = [words[i + 1] for i, word in enumerate(words) if word == "-m"]
+    files = [word for word in words if word.endswith(".py")]
+    files += [module.replace(".", "/") + ".py" for module in modules]
+    for file in files:
+        assert (ROOT / file).is_file(), f"{file} of `{command}` does not exist"
+
+
+def test_file_map_is_complete():
+    rows = " ".join(re.findall(r"^\| (`.*?) \|", README, re.MULTILINE))
+    for path in [*(ROOT / "pallas_flash").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        assert path.name == "__init__.py" or path.name in README, f"{path.name} is in no file map"
+    for name in re.findall(r"`(pallas_flash/[\w/.]+)`", rows):
+        assert (ROOT / name).exists(), f"the file map names {name}, which does not exist"

@@ -120,7 +120,7 @@ class ByteLM(nn.Module):
 
 def loss_of(model: ByteLM, params, window) -> jax.Array:
     """Mean cross-entropy of each next byte, in nats; window is [batch, seq + 1]."""
-    logits = model.apply(params, window[:, :-1])
+    logits = jnp.asarray(model.apply(params, window[:, :-1]))
     return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:]).mean()
 
 
@@ -170,6 +170,50 @@ def perturbed(params):
     return params | {"params": inner}
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The jitted functions of one model: runs that differ in numbers only share them."""
+
+    init: Callable
+    init_optimizer: Callable
+    step: Callable
+    loss: Callable
+    next_byte: Callable
+    sample_window: int
+
+
+@functools.cache
+def compiled_program(attention_fn: Callable, sizes: Sizes) -> Program:
+    """AdamW with warm-up and cosine decay around a ByteLM."""
+    model = ByteLM(sizes, attention_fn)
+    loss = functools.partial(loss_of, model)
+    warmup = max(1, sizes.steps // 20)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, sizes.lr, warmup, max(sizes.steps, warmup + 1), end_value=sizes.lr / 10
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
+
+    def step(params, state, window):
+        value, grads = jax.value_and_grad(loss)(params, window)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    def next_byte(params, tokens, last, key):
+        logits = jnp.asarray(model.apply(params, tokens[None]))[0, last]
+        return jax.random.categorical(key, logits / 0.8)
+
+    return Program(
+        init=jax.jit(lambda key: model.init(key, jnp.zeros((1, sizes.seq), jnp.int32))),
+        init_optimizer=jax.jit(optimizer.init),
+        step=jax.jit(step, donate_argnums=(0, 1)),
+        loss=jax.jit(loss),
+        next_byte=jax.jit(next_byte),
+        sample_window=min(sizes.seq, 256),
+    )
+
+
 def train(
     name: str,
     attention_fn: Callable,
@@ -186,23 +230,9 @@ def train(
     if split < sizes.seq + 2:
         raise SystemExit(f"{len(data)} bytes of text are too few for --seq {sizes.seq}")
 
-    model = ByteLM(sizes, attention_fn)
-    warmup = max(1, sizes.steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, sizes.lr, warmup, max(sizes.steps, warmup + 1), end_value=sizes.lr / 10
-    )
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    )
-    tokens = jnp.zeros((1, sizes.seq), jnp.int32)
-    params = change_params(jax.jit(model.init)(jax.random.key(seed), tokens))
-    state = jax.jit(optimizer.init)(params)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, window):
-        loss, grads = jax.value_and_grad(functools.partial(loss_of, model))(params, window)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+    program = compiled_program(attention_fn, sizes)
+    params = change_params(program.init(jax.random.key(seed)))
+    state = program.init_optimizer(params)
 
     rng = np.random.default_rng(seed)
     losses, times = [], []
@@ -210,34 +240,27 @@ def train(
     for _ in bar:
         window = windows(train_data, sizes, rng)
         start = time.perf_counter()
-        params, state, loss = step(params, state, window)
+        params, state, loss = program.step(params, state, window)
         losses.append(float(loss))  # waits for the step
         times.append(time.perf_counter() - start)
         tokens_per_s = sizes.batch * sizes.seq / times[-1]
         bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens_per_s:,.0f} tokens/s")
 
-    evaluate = jax.jit(functools.partial(loss_of, model))
     rng = np.random.default_rng(0)
-    held_out_losses = [float(evaluate(params, windows(held_out, sizes, rng))) for _ in range(8)]
-    sample = generate(model, params, b"def ", length=sample_bytes, seed=seed)
+    held_out_losses = [float(program.loss(params, windows(held_out, sizes, rng))) for _ in range(8)]
+    sample = generate(program, params, b"def ", length=sample_bytes, seed=seed)
     return Run(name, losses, times, statistics.mean(held_out_losses), sample)
 
 
-def generate(model: ByteLM, params, prompt: bytes, *, length: int, seed: int) -> str:
+def generate(program: Program, params, prompt: bytes, *, length: int, seed: int) -> str:
     """`length` bytes after the prompt at temperature 0.8, by running the whole window each time."""
-    window = min(model.sizes.seq, 256)
-
-    @jax.jit
-    def next_byte(params, tokens, last, key):
-        logits = model.apply(params, tokens[None])[0, last]
-        return jax.random.categorical(key, logits / 0.8)
-
+    window = program.sample_window
     out = list(prompt)
     for key in jax.random.split(jax.random.key(seed), length):
         tokens = np.zeros(window, np.int32)  # causal: what stands behind the last byte is not seen
         recent = out[-window:]
         tokens[: len(recent)] = recent
-        out.append(int(next_byte(params, tokens, len(recent) - 1, key)))
+        out.append(int(program.next_byte(params, tokens, len(recent) - 1, key)))
     return bytes(out).decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""How a kernel is cut and scheduled: frozen, hashable, self-checking. No numbers are chosen here."""
+"""How a kernel is cut and scheduled: frozen, hashable, self-checking. Chooses no numbers."""
 
 import dataclasses
 
@@ -105,7 +105,7 @@ class DqConfig:
         _require(self.compute_wgs in (2, 3), f"compute_wgs={self.compute_wgs} must be 2 or 3")
         _require(
             self.block_kv in (64, 128),
-            f"block_kv={self.block_kv} must be 64 or 128: the swizzle of K needs 64s, registers end",
+            f"block_kv={self.block_kv} must be 64 or 128: more do not fit in registers",
         )
         _require(self.k_stages >= 2, f"k_stages={self.k_stages} must be at least 2")
         _require(self.v_stages >= 1, f"v_stages={self.v_stages} must be at least 1")

@@ -39,18 +39,14 @@ def attend(query: Any, key: Any, value: Any, flax: FlaxKeywords, options: dict[s
     mask = None if flax.mask is None else jnp.asarray(flax.mask) != 0
     if mask is not None and query.shape[-3] == 1 < key.shape[-3]:
         options = _of_a_single_query(options)
+    if not flax.deterministic:  # not passed on otherwise: what is unused would compile anew
+        options = options | {
+            "dropout_rate": flax.dropout_rate,
+            "dropout_rng": flax.dropout_rng,
+            "broadcast_dropout": flax.broadcast_dropout and flax.dropout_rate > 0,
+        }
     with _matmul_precision(flax.precision):
-        return dot_product_attention(
-            query,
-            key,
-            value,
-            flax.bias,
-            mask,
-            dropout_rate=0.0 if flax.deterministic else flax.dropout_rate,
-            dropout_rng=flax.dropout_rng,
-            broadcast_dropout=flax.broadcast_dropout,
-            **options,
-        )
+        return dot_product_attention(query, key, value, flax.bias, mask, **options)
 
 
 def _of_a_single_query(options: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ benchmark's check and a curious user call these.
 B batch, T queries, S keys, N query heads, K kv heads, H head_dim, Hv head_dim_v.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -48,9 +49,7 @@ def attention_reference(
     logits = jnp.where(visible, logits, -jnp.inf)
     if operands.sinks is not None:
         sink = operands.sinks.astype(wide)[None, :, None, None]
-        logits = jnp.concatenate(
-            [logits, jnp.broadcast_to(sink, (*logits.shape[:3], 1))], axis=-1
-        )
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:3], 1))], axis=-1)
 
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     pivot = tile_math.finite_pivot(jax.lax.stop_gradient(top))
@@ -98,9 +97,7 @@ def oracle(
     grads = {
         "query": np.einsum("bnts,bsnh->btnh", ddots, dense.k),
         "key": _sum_groups(problem, np.einsum("bnts,btnh->bsnh", ddots, dense.q)),
-        "value": _sum_groups(
-            problem, np.einsum("bnts,btnh->bsnh", dense.probs * dense.kept, dout)
-        ),
+        "value": _sum_groups(problem, np.einsum("bnts,btnh->bsnh", dense.probs * dense.kept, dout)),
     }
     if operands.bias is not None:
         grads["bias"] = _sum_to(dlogits, operands.bias.shape)
@@ -120,27 +117,31 @@ def numpy_attention(operands: Operands, problem: Problem) -> tuple[np.ndarray, n
     return dense.out, dense.lse
 
 
-def reference_gradients(
+def plain_gradients(
     operands: Operands,
     problem: Problem,
     dout: Array,
     dlse: Array | None = None,
     dtype: Any = None,
 ):
-    """What `oracle` returns, from `attention_reference` and autodiff; dtype None: that of query."""
-    names = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
+    """What `oracle` returns, from `attention_reference` and autodiff.
+
+    dtype None is that of query: then it is what plain attention of that dtype gives.
+    """
     dtype = operands.query.dtype if dtype is None else dtype
+    return _plain_gradients(problem, jnp.dtype(dtype).name, operands, dout, dlse)
 
-    @jax.jit
-    def run(operands, dout, dlse):
-        def f(chosen):
-            return attention_reference(operands._replace(**chosen), problem, dtype)
 
-        (out, lse), vjp = jax.vjp(f, {n: getattr(operands, n) for n in names})
-        dlse = jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)
-        return out, lse, vjp((dout.astype(out.dtype), dlse))[0]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _plain_gradients(problem, dtype, operands, dout, dlse):
+    names = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
 
-    return run(operands, dout, dlse)
+    def f(chosen):
+        return attention_reference(operands._replace(**chosen), problem, dtype)
+
+    (out, lse), vjp = jax.vjp(f, {n: getattr(operands, n) for n in names})
+    dlse = jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)
+    return out, lse, vjp((dout.astype(out.dtype), dlse))[0]
 
 
 class _Dense(NamedTuple):

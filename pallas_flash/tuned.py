@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_flash.config import ForwardConfig
+from pallas_flash.config import DqConfig, ForwardConfig
 
 # --- forward -------------------------------------------------------------------------------------
 
@@ -44,7 +44,8 @@ _FORWARD = {
         TunedForward(_three_in_turn()),
     ),
     (128, 128): (  # 717 full, 708 causal
-        TunedForward(_three_in_turn(output_through_q=True, rescale_threshold=8.0)),
+        # Clean where tiles divide kv_len; ragged or within one tile it spills.
+        TunedForward(_three_in_turn(output_through_q=True, rescale_threshold=8.0), spill_bytes=76),
         TunedForward(_two_overlapped(q_stages=2)),
     ),
     (256, 256): (  # 829 full, 797 causal
@@ -89,3 +90,52 @@ def tuned_forward(head_dim: int, head_dim_v: int, *, is_masked: bool, dtype) -> 
 def forward_config(head_dim: int, head_dim_v: int, *, is_masked: bool, dtype) -> ForwardConfig:
     """The configuration of `tuned_forward`'s row."""
     return tuned_forward(head_dim, head_dim_v, is_masked=is_masked, dtype=dtype).config
+
+
+# --- dq of the deterministic backward ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedDq:
+    """A row of the dq table, for every mask.
+
+    Attributes:
+      config: how the kernel is cut.
+      spill_bytes: most bytes a thread spills (stores), over both dtypes and all masks, by ptxas
+        13.0. The ahead-of-time test fails above it.
+    """
+
+    config: DqConfig
+    spill_bytes: int = 0
+
+
+# By (head_dim, head_dim_v). Not measured: chosen because they compile clean and fit. Also clean at
+# (64, 64): DqConfig(3, 64, 4, 4). Serialized by ptxas (C7512) at (128, 128): 3 x 64, 2 x 128.
+_DQ = {
+    (64, 64): TunedDq(DqConfig(block_kv=128, k_stages=3, v_stages=3)),
+    (64, 128): TunedDq(DqConfig(k_stages=3, v_stages=3)),
+    (128, 64): TunedDq(DqConfig(k_stages=3, v_stages=3)),
+    (128, 128): TunedDq(DqConfig(k_stages=3, v_stages=3)),
+    (64, 192): TunedDq(DqConfig()),
+    (64, 256): TunedDq(DqConfig()),
+    (128, 192): TunedDq(DqConfig()),
+    (128, 256): TunedDq(DqConfig()),
+    (192, 64): TunedDq(DqConfig()),
+    (192, 128): TunedDq(DqConfig()),
+    (192, 192): TunedDq(DqConfig()),
+    (192, 256): TunedDq(DqConfig()),
+    (256, 64): TunedDq(DqConfig()),
+    (256, 128): TunedDq(DqConfig()),
+    (256, 192): TunedDq(DqConfig()),
+    (256, 256): TunedDq(DqConfig(v_stages=1), spill_bytes=28),  # lengths and causal
+}
+
+
+def tuned_dq(head_dim: int, head_dim_v: int) -> TunedDq:
+    """The row for these padded head dims, each one of HEAD_DIMS; KeyError for others."""
+    return _DQ[head_dim, head_dim_v]
+
+
+def dq_config(head_dim: int, head_dim_v: int) -> DqConfig:
+    """The configuration of `tuned_dq`'s row."""
+    return tuned_dq(head_dim, head_dim_v).config

@@ -5,6 +5,7 @@ process's standard output, the environment must be set before jax is imported, a
 aborts takes nothing with it. `lower_for_cuda` stops before the compiler and needs no plugin.
 """
 
+import ctypes
 import dataclasses
 import importlib
 import importlib.metadata
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm")
+
+CASE_MARK = "--- case ---\n"  # in the compiler's log, ahead of each case
 
 # What XLA wants to know of a GPU that it cannot ask: an H200.
 TARGET = """
@@ -77,13 +80,16 @@ def missing_wheels() -> str:
     return ""
 
 
-def kernels_of(factory: str, *args: Any, timeout_s: float = 240) -> list[Kernel]:
-    """Compiles for sm_90a and returns the Mosaic GPU kernels of a function.
+def kernels_of(factory: str, cases: list[Any], *, timeout_s: float = 240) -> list[list[Kernel]]:
+    """Compiles for sm_90a and returns the Mosaic GPU kernels of a function, for each case.
+
+    One process takes all cases, which saves its start. A kernel that two cases share is compiled,
+    and returned, once.
 
     Args:
       factory: 'module:name' of a function that returns (function, arguments), such as
         'tests.test_aot:forward'; arguments are anything with a shape and a dtype, in pytrees.
-      *args: for the factory; what JSON can carry.
+      cases: the factory's arguments, a list of lists; what JSON can carry.
       timeout_s: for the whole process.
 
     Raises:
@@ -96,7 +102,7 @@ def kernels_of(factory: str, *args: Any, timeout_s: float = 240) -> list[Kernel]
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a hit has no log
     }
     child = subprocess.run(
-        [sys.executable, "-m", "tests.aot", factory, json.dumps(args)],
+        [sys.executable, "-m", "tests.aot", factory, json.dumps(cases)],
         cwd=Path(__file__).parent.parent,
         env=env,
         capture_output=True,
@@ -105,8 +111,8 @@ def kernels_of(factory: str, *args: Any, timeout_s: float = 240) -> list[Kernel]
     )
     if child.returncode:
         log = (child.stdout + child.stderr)[-3000:]
-        raise RuntimeError(f"{factory}{args} does not compile for sm_90a:\n{log}")
-    return parse_ptxas_log(child.stdout)
+        raise RuntimeError(f"{factory} of {cases} does not compile for sm_90a:\n{log}")
+    return [parse_ptxas_log(log) for log in child.stdout.split(CASE_MARK)[1:]]
 
 
 def parse_ptxas_log(log: str) -> list[Kernel]:
@@ -149,7 +155,7 @@ def lower_for_cuda(fn, *args, x64: bool = False) -> str:
         return fn.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def _compile(factory: str, args: list) -> None:
+def _compile(factory: str, cases: list[Any]) -> None:
     import jax
     from jax.experimental import topologies
 
@@ -158,18 +164,17 @@ def _compile(factory: str, args: list) -> None:
     )
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     module, name = factory.split(":")
-    fn, operands = getattr(importlib.import_module(module), name)(*args)
-    shapes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands
-    )
-    fn = fn if hasattr(fn, "trace") else jax.jit(fn)
-    fn.trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
-
-
-def _main() -> None:
-    factory, args = sys.argv[1:]
-    _compile(factory, json.loads(args))
+    make = getattr(importlib.import_module(module), name)
+    for case in cases:
+        fn, operands = make(*case)
+        shapes = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands
+        )
+        fn = fn if hasattr(fn, "trace") else jax.jit(fn)
+        ctypes.CDLL(None).fflush(None)  # the compiler's C++ has a buffer of its own
+        os.write(1, CASE_MARK.encode())
+        fn.trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
 
 
 if __name__ == "__main__":
-    _main()
+    _compile(sys.argv[1], json.loads(sys.argv[2]))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def _on_gpu() -> bool:
 def pytest_report_header(config) -> str:
     del config
     device = jax.devices()[0].device_kind if _on_gpu() else "cpu"
-    return f"jax {jax.__version__}, jaxlib {jax.lib.__version__}, on {device}"
+    return f"jax {jax.__version__}, jaxlib {version('jaxlib')}, on {device}"
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -55,10 +55,15 @@ def _dense(query, key, value, mask=True, bias=0.0):
     return np.einsum("...hqk,...khd->...qhd", weights, value)
 
 
+def _fast(fn):
+    """jit for a test: compiled in a hurry."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def _value_and_grads(apply, params, x):
     cotangent = jax.random.normal(jax.random.key(7), x.shape)
     loss = lambda params, x: jnp.sum(apply(params, x) * cotangent)
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
+    return _fast(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
 
 
 def test_linen_swap_gives_the_values_and_gradients_of_linen():
@@ -250,8 +255,8 @@ def test_decode_of_linens_own_module_with_the_swap():
     module = nn.MultiHeadDotProductAttention(**fields, decode=True)
     variables = module.init(jax.random.key(0), x)
     whole = nn.MultiHeadDotProductAttention(**fields).apply({"params": variables["params"]}, x)
-    step = jax.jit(functools.partial(module.apply, mutable=["cache"]))
-    for t in range(T):
+    step = _fast(functools.partial(module.apply, mutable=["cache"]))
+    for t in range(4):
         out, cache = step(variables, x[:, t : t + 1])
         variables = {**variables, **cache}
         _close(out[:, 0], whole[:, t])
@@ -265,7 +270,7 @@ def test_decode_of_nnxs_own_module_with_the_swap():
     whole = module(x, is_causal=True, decode=False)
     module.init_cache(x.shape)
     step = nnx.jit(lambda module, x: module(x, is_causal=True))
-    for t in range(T):
+    for t in range(4):
         _close(step(module, x[:, t : t + 1])[:, 0], whole[:, t])
 
 
@@ -276,6 +281,7 @@ def test_a_window_in_a_decode_step_of_flax_raises(library):
         fn(*_qkv(q_len=1), mask=jnp.ones((B, 1, 1, T)))
 
 
+@pytest.mark.filterwarnings("ignore:'.value' access")  # by nnx.RoPE itself
 def test_rope_as_nnx_does_it():
     rope = nnx.RoPE(embedding_size=HEAD_DIM, max_seq_len=2 * T)
     fn = functools.partial(pallas_flash.nnx.attention_fn, *_qkv(), rope=rope, is_causal=True)
@@ -348,6 +354,19 @@ def test_nnx_swap_runs_fused_on_hopper():
     loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x, is_causal=True).astype(jnp.float32))
     with dispatch.assume_device("gpu", (9, 0)):
         _assert_fused(_lowered(loss, state, jnp.zeros((1, LONG, 128), jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("window", [None, (100, 0)], ids=["all", "window"])
+def test_a_decode_step_of_our_module_runs_fused_on_hopper(window):
+    module = pallas_flash.linen.MultiHeadDotProductAttention(
+        4, num_kv_heads=2, local_window_size=window, dtype=jnp.bfloat16, decode=True
+    )
+    x = jnp.zeros((1, LONG, 256), jnp.bfloat16)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    step = jax.jit(functools.partial(module.apply, mutable=["cache"]))
+    with dispatch.assume_device("gpu", (9, 0)):
+        text = step.trace(variables, x[:, :1]).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 1
 
 
 def test_explain_says_fused_for_the_swap():

@@ -1,4 +1,4 @@
-"""The forward kernel in interpret mode: numerics against float64, races, and garbage behind lengths."""
+"""The forward kernel in interpret mode: numerics against float64, races, garbage behind lengths."""
 
 import dataclasses
 
@@ -142,10 +142,10 @@ def check(case: Case, config: ForwardConfig, num_sms: int = 2):
     assert error < tolerance, f"relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-@pytest.mark.parametrize("mask", [masks.And(), masks.Causal(-64)], ids=["full", "causal"])
-def test_every_order_of_the_loop(mask, config):
-    check(Case(kv_len=200, num_q_heads=2, mask=mask), config)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_order_of_the_loop(name):
+    mask = (masks.Causal(-64), masks.And())[list(CONFIGS).index(name) % 2]
+    check(Case(kv_len=200, num_q_heads=2, mask=mask), CONFIGS[name])
 
 
 def alternate(name, cases):

@@ -116,7 +116,7 @@ class _Pairs(NamedTuple):
 class _Rows(NamedTuple):
     """The query side of a block."""
 
-    pos: Array  # int32, [block_q, 1]
+    pos: Array | None  # int32, [block_q, 1]; not before the cut
     q: Array  # [B, K, G, block_q, H]
     segments: Array | None  # [B, 1, 1, block_q, 1]
 
@@ -124,7 +124,7 @@ class _Rows(NamedTuple):
 class _Keys(NamedTuple):
     """The key side of a block."""
 
-    pos: Array  # int32, [1, block_kv]
+    pos: Array | None  # int32, [1, block_kv]; not before the cut
     k: Array  # [B, K, block_kv, H]
     v: Array  # [B, K, block_kv, Hv]
     segments: Array | None  # [B, 1, 1, 1, block_kv]
@@ -153,8 +153,11 @@ class _Carry(NamedTuple):
 def _chunked(problem, block_q, block_kv, operands):
     rows, keys, pairs, shared = _by_role(problem, operands)
     num_q, num_kv = -(-problem.q_len // block_q), -(-problem.kv_len // block_kv)
-    rows = _stack_all(rows, _Rows(pos=0, q=3, segments=3), block_q)
-    keys = _stack_all(keys, _Keys(pos=1, k=2, v=2, segments=4), block_kv)
+    rows = _stack_all(rows, _Rows(pos=None, q=3, segments=3), block_q)
+    keys = _stack_all(keys, _Keys(pos=None, k=2, v=2, segments=4), block_kv)
+    # Positions run on through the padding: that is how the padding is known.
+    rows = rows._replace(pos=_positions(num_q, block_q)[:, :, None])
+    keys = keys._replace(pos=_positions(num_kv, block_kv)[:, None, :])
     q_pairs, every_pairs = _stack_pairs(pairs, 3, block_q)
 
     def q_block(chunk):
@@ -181,12 +184,12 @@ def _by_role(problem, operands):
         return x.reshape(x.shape[0], *(groups if x.shape[1] > 1 else (1, 1)), *x.shape[2:])
 
     rows = _Rows(
-        pos=lax.broadcasted_iota(jnp.int32, (t, 1), 0),
+        pos=None,
         q=q.transpose(0, 2, 3, 1, 4),
         segments=shaped(operands.query_segments, b, 1, 1, t, 1),
     )
     keys = _Keys(
-        pos=lax.broadcasted_iota(jnp.int32, (1, s), 1),
+        pos=None,
         k=k.swapaxes(1, 2),
         v=v.swapaxes(1, 2),
         segments=shaped(operands.kv_segments, b, 1, 1, 1, s),
@@ -211,6 +214,10 @@ def _zero_behind(x, lengths):
         return x
     pos = lax.broadcasted_iota(jnp.int32, (1, x.shape[1], 1, 1), 1)
     return jnp.where(pos < lengths.reshape(-1, 1, 1, 1), x, jnp.zeros((), x.dtype))
+
+
+def _positions(num, block):
+    return jnp.arange(num * block, dtype=jnp.int32).reshape(num, block)
 
 
 def _stack(block, x, axis):
@@ -262,7 +269,7 @@ def _q_block(problem, shared, rows, keys, pairs, num_kv):
         keys, pairs = chunk
         return _step(problem, shared, rows, keys, _one_of(pairs, every_pairs), carry)
 
-    carry, chunks = _start(problem, shared, rows), (keys, kv_pairs)
+    carry, chunks = _start(problem, shared, rows, keys.v[0]), (keys, kv_pairs)
     if num_kv == 1:
         return _finish(problem, step(carry, jax.tree.map(lambda x: x[0], chunks)))
     step = _unless_hidden(problem, shared, rows, step)
@@ -285,17 +292,20 @@ def _unless_hidden(problem, shared, rows, step):
 
     def guarded(carry, chunk):
         kv_lo = chunk[0].pos[0, 0]
-        visible = (jnp.maximum(kv_lo, lo) < jnp.minimum(kv_lo + chunk[0].pos.shape[1], hi))
-        return lax.cond(visible, step, lambda carry, chunk: carry, carry, chunk)
+        visible = jnp.maximum(kv_lo, lo) < jnp.minimum(kv_lo + chunk[0].pos.shape[1], hi)
+        return lax.cond(visible, step, lambda carry, _: carry, carry, chunk)
 
     return guarded
 
 
-def _start(problem, shared, rows):
-    """Before any key: the sinks, where there are any."""
+def _start(problem, shared, rows, value):
+    """Before any key: the sinks, where there are any.
+
+    The zeros are a product of zeros like q and v, so that a mesh shards them as it does `acc`.
+    """
     wide = _wide(problem)
-    acc = jnp.zeros((*rows.q.shape[:-1], problem.head_dim_v), wide)
-    zeros = jnp.zeros_like(rows.q[..., 0], wide)
+    acc = _dot(jnp.zeros_like(rows.q[..., :1]), jnp.zeros_like(value[:, :, :1]), contract_v=2)
+    zeros = acc.sum(axis=-1)
     if shared.sinks is None:
         return _Carry(zeros - jnp.inf, zeros, acc)
     sink = zeros + shared.sinks.astype(wide)

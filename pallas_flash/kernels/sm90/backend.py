@@ -105,6 +105,11 @@ def _pad_tiles(x):
     )
 
 
+def _is_plain(problem: Problem) -> bool:
+    """The scale is a positive constant: the kernels take it as it is."""
+    return problem.scale is not None and problem.scale > 0
+
+
 def _sign_and_scale(problem: Problem, operands: Operands):
     """A factor +-1 or 0 for the queries (None for 1) and a positive scale (B,) for the kernels.
 
@@ -112,7 +117,7 @@ def _sign_and_scale(problem: Problem, operands: Operands):
     queries, where it is exact; a scale of 0 makes them zero and any positive scale will do.
     """
     batch = (problem.batch,)
-    if operands.scale is None and problem.scale is not None and problem.scale > 0:
+    if _is_plain(problem):
         return None, jnp.full(batch, problem.scale, jnp.float32)
     scale = problem.scale if operands.scale is None else operands.scale
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), batch)
@@ -162,6 +167,15 @@ def _mask_arguments(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
     )
 
 
+def _tuning_key(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
+    return dict(
+        head_dim=arrays.q.shape[-1],
+        head_dim_v=arrays.v.shape[-1],
+        is_masked=bool(problem.mask.parts()),
+        dtype=arrays.q.dtype,
+    )
+
+
 def forward(problem: Problem, operands: Operands):
     """out (B, T, N, Hv) and lse (B, N, T), float32, natural log."""
     arrays = _arrays(problem, operands)
@@ -170,9 +184,7 @@ def forward(problem: Problem, operands: Operands):
 
 
 def _run_forward(problem: Problem, arrays: _Arrays):
-    config = tuned.forward_config(
-        arrays.q.shape[-1], arrays.v.shape[-1], causal="Causal" in problem.mask_kinds
-    )
+    config = tuned.forward_config(**_tuning_key(problem, arrays))
     out, lse = forward_kernel.flash_forward(
         arrays.q,
         arrays.k,
@@ -206,20 +218,31 @@ def backward(problem: Problem, operands: Operands, out, lse, dout, dlse) -> dict
 
 
 def _run_backward(problem: Problem, arrays: _Arrays, scale, query, dout, lse, delta):
-    """dq, dk, dv and, where `query` is given, dscale (B,); `scale` is the user's, of any sign."""
-    config = tuned.backward_config(
-        arrays.q.shape[-1], arrays.v.shape[-1], causal="Causal" in problem.mask_kinds
-    )
-    shared = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
+    """dq, dk, dv and, where `query` is given, dscale (B,); `scale` is the user's, of any sign.
+
+    The kernels' own dq is of the logits before any scale, float32.
+    """
+    config = tuned.backward_config(**_tuning_key(problem, arrays))
+    inputs = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
+    deterministic = problem.deterministic_backward
     dq, dk, dv = backward_kernel.flash_backward(
-        *shared,
+        *inputs,
         config=config,
-        make_dq=not problem.deterministic_backward,
+        make_dq=not deterministic,
         **_mask_arguments(problem, arrays),
     )
-    if problem.deterministic_backward:
-        dq = _deterministic_dq(problem, arrays, shared)
-    dq = dq[:, : problem.q_len, :, : problem.head_dim]  # d logits @ k, float32, before the scale
+    scaled = deterministic and _is_plain(problem)  # by the kernel itself
+    if deterministic:
+        dq = dq_kernel.flash_backward_dq(
+            *inputs,
+            config=tuned.dq_config(arrays.q.shape[-1], arrays.v.shape[-1]),
+            out_float32=not scaled,
+            **_mask_arguments(problem, arrays),
+        )
+    assert dq is not None
+    dq = dq[:, : problem.q_len, :, : problem.head_dim]
+    if scaled:
+        return dq, dk, dv, None
     dscale = None
     if query is not None:  # a NaN behind a length meets a zero here, and must not win
         products = jnp.where(dq == 0, 0.0, query.astype(jnp.float32) * dq)

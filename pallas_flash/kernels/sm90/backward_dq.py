@@ -137,8 +137,7 @@ def flash_backward_dq(
 
     def flash_backward_dq_kernel(*refs, scratch):
         gmem = _Gmem(**dict(zip((*operands, "dq"), refs, strict=True)))
-        zero = jnp.int32(0)
-        tile = forward._tile(plan, gmem, lax.axis_index("block"), zero, zero)
+        tile = _only_tile(plan, gmem)
         wg = lax.axis_index("wg")
         pl.when(wg < config.compute_wgs)(lambda: _consume(plan, gmem, scratch, tile, wg))
         pl.when(wg == config.compute_wgs)(lambda: _produce(plan, gmem, scratch, tile))
@@ -165,6 +164,12 @@ def dq_smem_bytes(config: DqConfig, head_dim: int, head_dim_v: int, dtype) -> in
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=jnp.dtype(dtype).name, config=config
     )
     return smem.smem_bytes(_scratch(plan))
+
+
+def _only_tile(plan: "_Plan", gmem: Any) -> forward._Tile:
+    """The tile of this block, found as the forward finds its own."""
+    zero = jnp.int32(0)
+    return forward._tile(plan, gmem, lax.axis_index("block"), zero, zero)
 
 
 def _whole_rows(statistic: Array, fill: float) -> Array:
@@ -329,7 +334,7 @@ class _Statistics(NamedTuple):
     Attributes:
       scale2: from q.k to log2 units.
       lse2: log-sum-exp in log2 units; +inf for a row that sees no key, so that its P is 0. [64]
-      delta: as in `flash_backward_dq`. [64]
+      delta: as in `flash_backward_dq`, 0 for a row that sees no key. [64]
     """
 
     scale2: Any
@@ -364,10 +369,11 @@ def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
         return plgpu.load(rows, layout=mma.ROW_LAYOUT, optimized=False)
 
     lse = load(gmem.lse)
+    sees = lse > -jnp.inf
     return _Statistics(
         scale2=gmem.scale[work.tile.batch] * tile_math.LOG2E,
-        lse2=jnp.where(lse == -jnp.inf, jnp.inf, lse * tile_math.LOG2E),
-        delta=load(gmem.delta),
+        lse2=jnp.where(sees, lse * tile_math.LOG2E, jnp.inf),
+        delta=jnp.where(sees, load(gmem.delta), 0.0),
     )
 
 
@@ -381,7 +387,8 @@ def _walk(work: _Work, statistics: _Statistics, *, dq, scores, dp):
     last = jnp.int32(work.tile.walk.steps) - 1
     step = functools.partial(_step, work, statistics, dq, scores, dp)
     no_ds = _zeros(plan.config.block_kv).astype(plan.dtype)
-    ds = forward._for_each_step(work, 0, step, no_ds)
+    walked: Any = work  # of which the forward's loop reads plan.facts and tile.walk
+    ds = forward._for_each_step(walked, 0, step, no_ds)
     plan.op.wgmma(dq, ds, scratch.k.at[work.k_slot(last)])
     acc = plan.op.load(dq)
     plgpu.barrier_arrive(scratch.k_consumed.at[work.k_slot(last)])

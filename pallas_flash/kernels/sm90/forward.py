@@ -258,9 +258,7 @@ def _scratch(plan: _Plan) -> _Scratch:
         q=smem.tiled_smem((c.q_stages, c.block_q, plan.head_dim), dtype),
         k=smem.tiled_smem((c.num_stages, c.block_kv, plan.head_dim), dtype),
         v=smem.tiled_smem((c.num_stages, c.block_kv, plan.head_dim_v), dtype),
-        out=None
-        if plan.output_through_q
-        else smem.tiled_smem((c.block_q, plan.head_dim_v), dtype),
+        out=None if plan.output_through_q else smem.tiled_smem((c.block_q, plan.head_dim_v), dtype),
         lse=plgpu.SMEM((c.compute_wgs, WG_ROWS), jnp.float32),
         accumulators=plan.op.accumulator_scratch(
             c.compute_wgs, scores=(WG_ROWS, c.block_kv), out=(WG_ROWS, plan.head_dim_v)
@@ -485,9 +483,7 @@ def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch) -> None:
     """The producer warpgroup: loads Q, K and V of every tile of this block."""
     c = plan.config
     plgpu.set_max_registers(_REGISTERS[c.compute_wgs][1], action="decrease")
-    tiles, steps = _for_each_tile(
-        plan, gmem, functools.partial(_produce_tile, plan, gmem, scratch)
-    )
+    tiles, steps = _for_each_tile(plan, gmem, functools.partial(_produce_tile, plan, gmem, scratch))
     _drain(scratch.q_consumed, tiles, c.q_stages)
     _drain(scratch.k_consumed, steps, c.num_stages)
     _drain(scratch.v_consumed, steps, c.num_stages)

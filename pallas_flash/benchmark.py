@@ -123,7 +123,8 @@ def kernel_times(function: Callable[..., Any], *args: Any) -> float:
 
     for _ in range(WARM_UPS):
         jax.block_until_ready(function(*args))
-    _, runs = profiler.measure(function, iterations=LAUNCHES, aggregate=False)(*args)
+    measured = profiler.measure(function, iterations=LAUNCHES, aggregate=False)
+    runs: Any = measured(*args)[1]
     by_name: dict[str, list[float]] = {}
     for run in runs:
         for name, milliseconds in run:
@@ -134,7 +135,7 @@ def kernel_times(function: Callable[..., Any], *args: Any) -> float:
 def wall_times(function: Callable[..., Any], *args: Any) -> float:
     """Milliseconds of one call by the wall clock, the median."""
     times = []
-    for i in range(WARM_UPS + LAUNCHES):
+    for _ in range(WARM_UPS + LAUNCHES):
         start = time.perf_counter()
         jax.block_until_ready(function(*args))
         times.append((time.perf_counter() - start) * 1e3)

@@ -1,4 +1,4 @@
-"""How a kernel is cut and scheduled: frozen, hashable, self-checking. Chooses no numbers."""
+"""How a kernel is cut and scheduled: frozen, hashable, self-checking. Numbers are in tuned.py."""
 
 import dataclasses
 

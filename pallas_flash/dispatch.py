@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
+from jax.core import Tracer
 
 from pallas_flash.kernels.interpret import interpret_requested
 from pallas_flash.problem import Problem
@@ -72,7 +73,7 @@ def current_device(array: Any = None) -> Device:
     if assumed is not None:
         return assumed
     device: Any = None
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+    if isinstance(array, jax.Array) and not isinstance(array, Tracer):
         device = next(iter(array.devices()))
     if device is None:
         device = jax.config.jax_default_device

@@ -46,7 +46,7 @@ def _i32(x: Int) -> Int:
     return x if isinstance(x, int) else lax.convert_element_type(x, jnp.int32)
 
 
-def _combine(pick_int, pick_array, a: Int | None, b: Int | None) -> Int | None:
+def _combine(pick_int, pick_array, a: Int | None, b: Int | None) -> Any:
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, int) and isinstance(b, int):
@@ -54,12 +54,12 @@ def _combine(pick_int, pick_array, a: Int | None, b: Int | None) -> Int | None:
     return pick_array(jnp.int32(a), jnp.int32(b))
 
 
-def smaller(a: Int | None, b: Int | None) -> Int | None:
+def smaller(a: Int | None, b: Int | None) -> Any:
     """The smaller of two bounds; None is no bound."""
     return _combine(min, lax.min, a, b)
 
 
-def larger(a: Int | None, b: Int | None) -> Int | None:
+def larger(a: Int | None, b: Int | None) -> Any:
     """The larger of two bounds; None is no bound."""
     return _combine(max, lax.max, a, b)
 

@@ -1,4 +1,4 @@
-"""The public call: bad input, explain, normal forms of batch axes, and behaviours of the contract."""
+"""The public call: bad input, explain, batch axes, and behaviours that the contract promises."""
 
 import jax
 import jax.numpy as jnp

@@ -113,14 +113,18 @@ def test_second_derivatives(implementation, derivative):
     ours = functools.partial(dot_product_attention, is_causal=True, implementation=implementation)
 
     def second(attention, q, k, v):
-        loss = lambda q, k=k, v=v, scale=jnp.float32(0.5): _third(attention(q, k, v, scale=scale))
+        half = jnp.float32(0.5)
+
+        def loss(q, k=k, v=v, scale=half):
+            return _third(attention(q, k, v, scale=scale))
+
         if derivative == "hessian":
             return jax.jacrev(jax.jacrev(loss))(q)
         if derivative == "hvp":  # reverse over reverse: forward mode stops at the custom_vjp
             return jax.vjp(jax.grad(loss, (0, 1, 2)), q, k, v)[1]((q, k, v))
         if derivative == "scale":
             slope = jax.grad(lambda s, q: loss(q, scale=s))
-            return jax.grad(slope)(jnp.float32(0.5), q), jax.grad(slope, 1)(jnp.float32(0.5), q)
+            return jax.grad(slope)(half, q), jax.jacrev(slope, 1)(half, q)
         return jax.grad(lambda v: _third(jax.grad(lambda k: loss(q, k, v))(k)))(v)
 
     with runnable(implementation):

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gpu
 def _qkv(shape, kv_heads=None, dtype=jnp.bfloat16, seed=0):
     keys = jax.random.split(jax.random.key(seed), 4)
     kv = (*shape[:-2], kv_heads or shape[-2], shape[-1])
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, (shape, kv, kv, shape), strict=True)]
+    shapes = (shape, kv, kv, shape)
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
 
 
 def _both(**kwargs):

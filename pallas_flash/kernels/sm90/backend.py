@@ -117,10 +117,10 @@ def _sign_and_scale(problem: Problem, operands: Operands):
     queries, where it is exact; a scale of 0 makes them zero and any positive scale will do.
     """
     batch = (problem.batch,)
-    if _is_plain(problem):
-        return None, jnp.full(batch, problem.scale, jnp.float32)
     scale = problem.scale if operands.scale is None else operands.scale
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), batch)
+    if _is_plain(problem):
+        return None, scale
     return jnp.sign(scale), jnp.where(scale == 0, 1.0, jnp.abs(scale))
 
 

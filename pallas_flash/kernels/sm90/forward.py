@@ -176,6 +176,24 @@ def forward_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, dt
     return smem.smem_bytes(_scratch(plan))
 
 
+class _MaskFacts(NamedTuple):
+    """What is known of a mask before its run-time numbers.
+
+    Attributes:
+      is_static: it has no run-time numbers.
+      hides: there may be a hidden pair in a tile that is walked.
+      hides_before: there is a lower bound.
+      one_masked_step: every tile needs its mask in the first step at most.
+      sees_at_once: every row sees a key in its tile's first step.
+    """
+
+    is_static: bool = False
+    hides: bool = False
+    hides_before: bool = False
+    one_masked_step: bool = False
+    sees_at_once: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """Everything static about one launch."""
@@ -190,7 +208,7 @@ class _Plan:
     num_q_heads: int = 1
     num_kv_heads: int = 1
     mask: masks.Mask = masks.And()
-    facts: "_MaskFacts | None" = None
+    facts: _MaskFacts = _MaskFacts()
     num_sms: int = hardware.SM90.num_sms
     interpret: bool = False
 
@@ -321,7 +339,7 @@ def _walk(bounds: masks.Bounds, q_lo: Int, q_hi: Int, kv_len: int, block_kv: int
     """The walk of queries [q_lo, q_hi): at least one step, hidden where they see nothing."""
     any_lo, any_hi = bounds.kv_any(q_lo, q_hi, kv_len)
     all_lo, all_hi = bounds.kv_all(q_lo, q_hi, kv_len)
-    end = masks.larger(1, _ceil_div(any_hi, block_kv))
+    end: Any = masks.larger(1, _ceil_div(any_hi, block_kv))
     masked = end - _div(all_hi, block_kv)
     if bounds.lower is None:
         return _Walk(last=end - 1, masked=masked, unmasked=end, steps=end)
@@ -329,24 +347,6 @@ def _walk(bounds: masks.Bounds, q_lo: Int, q_hi: Int, kv_len: int, block_kv: int
     masked = masks.smaller(masked, steps)
     unmasked = masks.smaller(masks.larger(end - _ceil_div(all_lo, block_kv), masked), steps)
     return _Walk(last=end - 1, masked=masked, unmasked=unmasked, steps=steps)
-
-
-class _MaskFacts(NamedTuple):
-    """What is known of a mask before its run-time numbers.
-
-    Attributes:
-      is_static: it has no run-time numbers.
-      hides: there may be a hidden pair in a tile that is walked.
-      hides_before: there is a lower bound.
-      one_masked_step: every tile needs its mask in the first step at most.
-      sees_at_once: every row sees a key in its tile's first step.
-    """
-
-    is_static: bool
-    hides: bool
-    hides_before: bool
-    one_masked_step: bool
-    sees_at_once: bool
 
 
 def _with_ragged_end(bounds: masks.Bounds, kv_len: int, block_kv: int) -> masks.Bounds:

@@ -1,4 +1,4 @@
-"""The tensor-core seam: what a GPU and Pallas' interpret mode must spell differently, and nothing else.
+"""The tensor-core seam: what a GPU and Pallas' interpret mode must spell differently, no more.
 
 `ops(interpret)` returns one of two classes with the same static methods. A kernel calls them as
 `op.wgmma(...)` and reads the same in both modes. GPU bodies that Pallas has no word for are written
@@ -6,6 +6,8 @@ with `inline_mgpu`; each is unit-tested alone on a GPU. In interpret mode accumu
 shared memory, a matrix product is `lax.dot` on plain loads (which the race detector sees), and
 `commit_smem` stands wherever the GPU needs only a fence.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,11 @@ def ops(interpret: bool):
     return InterpretOps if interpret else GpuOps
 
 
+def _inline_mgpu(**types: Any) -> Any:
+    """A body of MLIR: its arguments are the launch context and what `types` says."""
+    return plgpu.inline_mgpu(**types)
+
+
 def _i32_const(value: int):
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
@@ -55,7 +62,7 @@ def _bound_tests(bounds: masks.Bounds, q0, kv0, q_axis: int):
     """
     shift = q0 - kv0
     if q_axis == 0:  # rows are queries: column - row = kv_pos - q_pos + shift
-        tests = dict(ge=bounds.lower, le=bounds.upper)
+        tests = {"ge": bounds.lower, "le": bounds.upper}
         ends = dict(row_end=(bounds.q_end, q0), col_end=(bounds.kv_end, kv0))
         tests = {k: b + shift for k, b in tests.items() if b is not None}
     else:  # rows are keys: column - row = q_pos - kv_pos - shift
@@ -107,7 +114,7 @@ class GpuOps:
     def fence_async() -> None:
         """My shared-memory writes become visible to wgmma and TMA; orders no other thread."""
 
-        @plgpu.inline_mgpu()
+        @_inline_mgpu()
         def fence(_):
             _void_asm([], "fence.proxy.async.shared::cta;", "")
 
@@ -126,7 +133,7 @@ class GpuOps:
 
     @staticmethod
     def _named_barrier(op: str, wg) -> None:
-        @plgpu.inline_mgpu(arg_types=(SCALAR_LAYOUT,))
+        @_inline_mgpu(arg_types=(SCALAR_LAYOUT,))
         def barrier(_, i):
             _void_asm([i.registers[()]], f"bar.{op} $0, 256;", "r")
 
@@ -138,9 +145,9 @@ class GpuOps:
 
         Only for a branch around plain arithmetic: never around a barrier or a wgmma.
         """
-        answer = plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR_LAYOUT)
+        answer = plgpu.ShapeDtypeStruct((), jnp.dtype(bool), layout=SCALAR_LAYOUT)
 
-        @plgpu.inline_mgpu(arg_types=(ROW_LAYOUT, ROW_LAYOUT), return_type=answer)
+        @_inline_mgpu(arg_types=(ROW_LAYOUT, ROW_LAYOUT), return_type=answer)
         def vote(_, x, y):
             found = None
             for u, w in zip(x.registers.flat, y.registers.flat, strict=True):
@@ -168,7 +175,7 @@ class GpuOps:
         names = tuple(tests)
         out = plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=ACC_LAYOUT)
 
-        @plgpu.inline_mgpu(arg_types=(ACC_LAYOUT, *[SCALAR_LAYOUT] * len(names)), return_type=out)
+        @_inline_mgpu(arg_types=(ACC_LAYOUT, *[SCALAR_LAYOUT] * len(names)), return_type=out)
         def hide(_, acc, *limits):
             layout, acc = acc.layout, acc.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
             limit = {n: x.registers.flat[0] for n, x in zip(names, limits, strict=True)}
@@ -226,7 +233,7 @@ class GpuOps:
         A warp's red.v4 covers 512 contiguous bytes; scalar atomic_add took 3x the kernel's time.
         """
 
-        @plgpu.inline_mgpu(arg_types=(ACC_LAYOUT, plgpu.RefType()))
+        @_inline_mgpu(arg_types=(ACC_LAYOUT, plgpu.RefType()))
         def red_add(_, acc, out):
             acc = acc.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
             values = [llvm.extractelement(v, _i32_const(0)) for v in acc.registers.flat]

@@ -28,9 +28,7 @@ def key_data(key: Array) -> jax.Array:
     Raises:
       TypeError: key is not one key of either kind.
     """
-    if isinstance(key, (jax.Array, jax.core.Tracer)) and jnp.issubdtype(
-        key.dtype, jax.dtypes.prng_key
-    ):
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)
     else:
         words = jnp.asarray(key)

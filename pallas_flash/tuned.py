@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_flash.config import DqConfig, ForwardConfig
+from pallas_flash.config import BackwardConfig, DqConfig, ForwardConfig
 
 # --- forward -------------------------------------------------------------------------------------
 
@@ -139,3 +139,72 @@ def tuned_dq(head_dim: int, head_dim_v: int) -> TunedDq:
 def dq_config(head_dim: int, head_dim_v: int) -> DqConfig:
     """The configuration of `tuned_dq`'s row."""
     return tuned_dq(head_dim, head_dim_v).config
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedBackward:
+    """A row of the backward table.
+
+    Attributes:
+      config: how the kernel is cut.
+      spill_bytes: most bytes a thread spills (stores), over both dtypes and all masks, by ptxas
+        13.0. The ahead-of-time test fails above it.
+    """
+
+    config: BackwardConfig
+    spill_bytes: int = 0
+
+
+_KEYS_64 = BackwardConfig(block_q=128)
+_KEYS_128 = BackwardConfig(block_q=64)
+_KEYS_128_MASKED = BackwardConfig(dq_first=True, dv_early=False, dk_from_smem=True)
+_ROLES = BackwardConfig(split="roles", block_kv=64, dv_early=False, dq_first=True)
+
+# By (head_dim, head_dim_v): without a mask, and with one. TFLOP/s on an H200, 2026-11-29, bfloat16,
+# 16,384 tokens, model width 2048, T 8192, JAX 0.11.2, CUPTI median, of kernels of this structure.
+_BACKWARD = {
+    (64, 64): (  # 607 full, 571 causal
+        TunedBackward(_KEYS_64, spill_bytes=48),  # 40 where heads share keys, 12 else
+        TunedBackward(_KEYS_64, spill_bytes=48),  # 40 with lengths, 12 causal
+    ),
+    (128, 128): (TunedBackward(_KEYS_128), TunedBackward(_KEYS_128_MASKED)),  # 682, 616
+    (256, 256): (TunedBackward(_ROLES),) * 2,  # 515 full, 463 causal (that with dq last)
+    # Not measured.
+    (128, 64): (TunedBackward(_KEYS_128), TunedBackward(_KEYS_128_MASKED)),
+    (64, 128): (TunedBackward(_ROLES),) * 2,
+    (64, 192): (TunedBackward(_ROLES),) * 2,
+    (64, 256): (TunedBackward(_ROLES),) * 2,
+    (128, 192): (TunedBackward(_ROLES),) * 2,
+    (128, 256): (TunedBackward(_ROLES),) * 2,
+    (192, 64): (TunedBackward(_ROLES),) * 2,
+    (192, 128): (TunedBackward(_ROLES),) * 2,
+    (192, 192): (TunedBackward(_ROLES),) * 2,
+    (192, 256): (TunedBackward(_ROLES),) * 2,
+    (256, 64): (TunedBackward(_ROLES),) * 2,
+    (256, 128): (TunedBackward(_ROLES),) * 2,
+    (256, 192): (TunedBackward(_ROLES),) * 2,
+}
+
+
+def tuned_backward(head_dim: int, head_dim_v: int, *, is_masked: bool, dtype) -> TunedBackward:
+    """The row for these padded head dims.
+
+    Args:
+      head_dim: of q and k, one of HEAD_DIMS.
+      head_dim_v: of v, one of HEAD_DIMS.
+      is_masked: some pair may be hidden (causal, window, lengths).
+      dtype: bfloat16 or float16; both run with the same row.
+
+    Raises:
+      KeyError: for other head dims.
+    """
+    assert jnp.dtype(dtype).itemsize == 2, f"dtype={dtype} must be bfloat16 or float16"
+    return _BACKWARD[head_dim, head_dim_v][is_masked]
+
+
+def backward_config(head_dim: int, head_dim_v: int, *, is_masked: bool, dtype) -> BackwardConfig:
+    """The configuration of `tuned_backward`'s row."""
+    return tuned_backward(head_dim, head_dim_v, is_masked=is_masked, dtype=dtype).config

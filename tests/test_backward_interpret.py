@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import backward, backward_keys, mma
+from pallas_flash.kernels.sm90 import backward, backward_keys, backward_roles
 
 KEYS_64 = BackwardConfig(block_q=128)
 KEYS_128 = BackwardConfig(block_q=64)
@@ -231,3 +232,32 @@ def _check(case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
     _check(CASES[name])
+
+
+@pytest.mark.parametrize("config", [KEYS_64, ROLES], ids=["keys", "roles"])
+def test_a_missing_wait_is_seen(monkeypatch, config):
+    """The test of the tests: consumers that do not wait for the tile of q and dout must fail."""
+    split = dict(keys=backward_keys, roles=backward_roles)[config.split]
+    whole = split._step
+
+    def careless(c, *args):
+        wait = plgpu.barrier_wait
+
+        def all_but_tile(barrier):
+            if barrier.ref is not c.block.bars.tile_ready:
+                wait(barrier)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plgpu, "barrier_wait", all_but_tile)
+            return whole(c, *args)
+
+    monkeypatch.setattr(split, "_step", careless)
+    with pytest.raises(Exception):  # noqa: B017 - a race, a wrong result or an unused phase
+        _check(Case(config=config))
+
+
+def test_tiles_that_do_not_fit_are_refused():
+    """Before anything is compiled, with the number of bytes."""
+    case = Case(config=dataclasses.replace(KEYS_64, num_stages=3))
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        _run(case, _arrays(case))

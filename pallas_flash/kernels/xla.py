@@ -331,15 +331,17 @@ def _scores(problem, shared, rows, keys, pairs):
     """Finished logits [B, K, G, block_q, block_kv], -inf where hidden."""
     scores = _dot(rows.q, keys.k, contract_v=3)
     visible = _visible(problem, shared, rows, keys, pairs)
-    if visible is not None:
-        # Hidden keys may hold anything finite: no overflow of theirs may meet a derivative below.
-        scores = jnp.where(visible, scores, 0.0)
-    scores = scores * shared.scale
+    # Hidden keys may hold anything finite: no overflow of theirs may meet a derivative below.
+    scores = _zero_hidden(scores, visible) * shared.scale
     if pairs.bias is not None:
-        scores = scores + jnp.where(visible, pairs.bias.astype(scores.dtype), 0.0)
+        scores = scores + _zero_hidden(pairs.bias.astype(scores.dtype), visible)
     if shared.soft_cap is not None:
         scores = tile_math.soft_capped(scores, shared.soft_cap)
     return masks.hide(scores, visible)
+
+
+def _zero_hidden(x, visible):
+    return x if visible is None else jnp.where(visible, x, 0.0)
 
 
 def _visible(problem, shared, rows, keys, pairs):

@@ -41,13 +41,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import backward_keys, backward_roles, mma
 from pallas_flash.kernels.sm90 import backward_common as common
+from pallas_flash.kernels.sm90 import backward_keys, backward_roles
 from pallas_flash.kernels.sm90.backward_common import Block, Gmem, Launch
 from pallas_flash.kernels.sm90.smem import check_smem, smem_bytes
 from pallas_flash.kernels.sm90.tails import tail_tile
@@ -96,7 +97,8 @@ def flash_backward(
       interpret: run in Pallas' interpret mode.
 
     Returns:
-      dq: float32 (B, T, N, H) before the factor scale, or None; dk: (B, S, K, H); dv: (B, S, K, Hv).
+      dq: float32 (B, T, N, H) before the factor scale, or None; dk: (B, S, K, H);
+      dv: (B, S, K, Hv).
 
     Raises:
       ValueError: the mask is more than bounds, or the tiles of `config` do not fit the problem.
@@ -134,11 +136,10 @@ def flash_backward(
             k_tail=tail_tile(k, kv_lengths, config.block_kv),
             v_tail=tail_tile(v, kv_lengths, config.block_kv),
         )
-    if make_dq:
-        operands = operands._replace(dq=jax.new_ref(_zero_dq(launch, delta)))
-    dk, dv = _run(launch, operands)
-    dq = _ordered_dq(launch, jax.freeze(operands.dq))[:, : q.shape[1]] if make_dq else None
-    return dq, dk, dv
+    if not make_dq:
+        return None, *_run(launch, operands)
+    dq, dk, dv = _run_adding_dq(launch, operands, _zero_dq(launch, delta))
+    return _ordered_dq(launch, dq)[:, : q.shape[1]], dk, dv
 
 
 def backward_smem_bytes(launch: Launch) -> int:
@@ -182,6 +183,20 @@ def _ordered_dq(launch: Launch, dq: jax.Array) -> jax.Array:
     dq = jnp.swapaxes(dq, 1, 2)  # tiles before heads: (B, q tiles, N, ...)
     dq = jnp.swapaxes(launch.op.order_dq(dq, block_q, head_dim), 2, 3)
     return dq.reshape(launch.batch, -1, launch.num_q_heads, head_dim)
+
+
+def _run_adding_dq(launch: Launch, operands: Gmem, dq: jax.Array):
+    """dq with the launch's share added in place, dk and dv.
+
+    `run_state` and not `jax.new_ref`: inside a custom_jvp the latter does not lower.
+    """
+
+    def body(refs):
+        dq_ref, dk_ref, dv_ref = refs
+        dk_ref[...], dv_ref[...] = _run(launch, operands._replace(dq=dq_ref))
+
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in (operands.k, operands.v)]
+    return pl.run_state(body)((dq, *zeros))
 
 
 def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:

@@ -82,8 +82,8 @@ def check(launch: Launch) -> None:
         )
     if launch.make_dq and launch.config.block_q != needed:
         raise ValueError(
-            f"block_q={launch.config.block_q}: with head_dim={launch.head_dim} each consumer's half "
-            f"of dq is 64 x 64 only with block_q={needed}"
+            f"block_q={launch.config.block_q}: with head_dim={launch.head_dim} each consumer's "
+            f"half of dq is 64 x 64 only with block_q={needed}"
         )
 
 
@@ -118,15 +118,6 @@ class _Consumer:
     wg: Any
     scale2: Any  # scale * log2(e)
     acc: Accumulators
-
-    def keys(self, i):
-        """This consumer's keys, in step i.
-
-        i >> 30 is 0, but the compiler does not know. Without it the matrix descriptors of K and V
-        are loop invariants, and ptxas keeps them in vector registers over both loops: 212 bytes of
-        spills instead of 0 at head_dim 128, causal.
-        """
-        return pl.ds((self.wg + (i >> 30)) * ROWS, ROWS)
 
     @property
     def kv0(self):
@@ -180,7 +171,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     plgpu.barrier_wait(bars.tile_ready.at[slot])
     op.set(acc.s, common.per_query(smem.neg_lse.at[slot], ROWS))
     op.set(acc.dp, common.per_query(smem.neg_delta.at[slot], ROWS))
-    keys = c.keys(i)
+    keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
     s = op.load(acc.s, 1)

@@ -141,7 +141,8 @@ def _walk(c: _Consumer):
     """All tiles; returns dv, or dk before the scale."""
     block = c.block
     step = functools.partial(_step, c)
-    done, before = block.walk.over_tiles(block.launch, step, block.first_carry())
+    walk = block.walk if c.role == DV_OWNER else block.walk.in_one_loop()
+    done, before = walk.over_tiles(block.launch, step, block.first_carry())
     _issue_dq(c, done + DS_SLOTS - 1)
     _add_dq(c, before, in_flight=0)
     return block.launch.op.load(c.acc.grad)
@@ -156,7 +157,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
 
     plgpu.barrier_wait(bars.tile_ready.at[slot])
     if c.role == DV_OWNER:
-        a, b = _probs(c, slot, qi, masked), smem.dout.at[slot]
+        a, b = _probs(c, slot, i, qi, masked), smem.dout.at[slot]
     else:
         a, b = _dlogits(c, slot, i), smem.q.at[slot]
     if config.dq_first:
@@ -170,11 +171,12 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     return i + 1, c.block.dq_row(head, qi)
 
 
-def _probs(c: _Consumer, slot, qi, masked: bool):
+def _probs(c: _Consumer, slot, i, qi, masked: bool):
     """P^T [64 keys, block_q], handed to the owner of dk as well."""
     smem, op, config = c.block.smem, c.block.launch.op, c.block.launch.config
     op.set(c.acc.x, common.per_query(smem.neg_lse.at[slot], KEYS))
-    op.wgmma(c.acc.x, smem.k, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
+    keys = smem.k.at[common.unhoisted(0, KEYS, i)]
+    op.wgmma(c.acc.x, keys, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
     s = op.load(c.acc.x)
     if masked:
         walk = c.block.walk
@@ -189,7 +191,8 @@ def _dlogits(c: _Consumer, slot, i):
     """dS^T [64 keys, block_q], handed to the owner of dv as well."""
     smem, bars, op, dtype = c.block.smem, c.block.bars, c.block.launch.op, c.block.launch.dtype
     op.set(c.acc.x, common.per_query(smem.neg_delta.at[slot], KEYS))
-    op.wgmma(c.acc.x, smem.v, common.transposed(smem.dout.at[slot]))  # dP^T - delta
+    values = smem.v.at[common.unhoisted(0, KEYS, i)]
+    op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
     p = plgpu.load(smem.p.at[slot], layout=mma.ACC_LAYOUT)
     ds = (p.astype(jnp.float32) * op.load(c.acc.x)).astype(dtype)

@@ -201,9 +201,7 @@ def run_shape(shape: Shape, dtype: Any, chosen: dict[str, Callable[..., jax.Arra
             if reference is None:
                 reference = got
             else:
-                errors = [
-                    float(_relative_error(a, b)) for a, b in zip(got, reference, strict=True)
-                ]
+                errors = [float(_relative_error(a, b)) for a, b in zip(got, reference, strict=True)]
                 result["relative_errors"] = errors
                 if not max(errors) < MAX_RELATIVE_ERROR:
                     result["failed"] = f"relative errors {errors}"

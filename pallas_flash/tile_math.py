@@ -38,6 +38,15 @@ def weights(scores, scale2, pivot, q_axis: int = 0):
     return jnp.exp2(scores * scale2 - spread(pivot, scores.shape, q_axis))
 
 
+def dlogits(probs, dprobs, *, has_hidden: bool):
+    """Gradient of the logits from probabilities and their gradient less delta.
+
+    A hidden pair gets 0 whatever dprobs is there: hidden values may be so large that it overflowed.
+    """
+    product = probs * dprobs
+    return jnp.where(probs > 0.0, product, 0.0) if has_hidden else product
+
+
 def reciprocal_sum(row_sum):
     """1 / row_sum, 0 for a row without keys: its output is 0."""
     return jnp.where(row_sum > 0.0, 1.0 / row_sum, 0.0)

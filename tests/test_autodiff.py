@@ -130,7 +130,7 @@ def test_second_derivatives(implementation, derivative):
     with runnable(implementation):
         got = second(ours, q, k, v)
     wanted = second(_dense, *_wide((q, k, v)))
-    _close(got, wanted, implementation, factor=2)
+    _close(got, wanted, implementation, factor=2 if implementation == "xla" else 4)
 
 
 def test_forward_mode_on_xla():
@@ -230,7 +230,7 @@ def test_checkpoint_policies_decide_how_often_the_forward_kernel_runs(policy, fo
         return attend(q, k, v).astype(jnp.float32).sum()
 
     with dispatch.assume_device("gpu", (9, 0)):
-        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(q, k, v)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert _calls_of(text, "flash_forward") == forward_kernels
     assert _calls_of(text, "flash_backward") == 1

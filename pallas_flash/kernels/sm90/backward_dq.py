@@ -418,7 +418,8 @@ def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, m
     weights = _weights(work, statistics, i, op.load(scores, 1), masked)
     dp = op.load(dp)
     plgpu.barrier_arrive(scratch.v_consumed.at[v_slot])
-    ds = weights * (dp - tile_math.spread(statistics.delta, dp.shape))
+    dp = dp - tile_math.spread(statistics.delta, dp.shape)
+    ds = tile_math.dlogits(weights, dp, has_hidden=masked)
     return ds.astype(work.plan.dtype)
 
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
 from pallas_flash.kernels.sm90.smem import tiled_smem
-from pallas_flash.tile_math import LOG2E
 
 ROWS = 64  # keys of one consumer
 # Whoever writes dS of tile i has seen both consumers finish tile i - 3: four slots need no barrier
@@ -120,6 +120,10 @@ class _Consumer:
     acc: Accumulators
 
     @property
+    def keys(self):
+        return pl.ds(self.wg * ROWS, ROWS)
+
+    @property
     def kv0(self):
         return self.block.walk.kv0 + self.wg * ROWS
 
@@ -134,7 +138,7 @@ def _consume(block: Block, wg) -> None:
         smem.ds[DS_SLOTS - 1, mine] = zeros
         launch.op.fence_async()
         plgpu.barrier_arrive(bars.ds_ready.at[DS_SLOTS - 1])
-    scale2 = block.gmem.scale[block.walk.b] * LOG2E
+    scale2 = block.gmem.scale[block.walk.b] * tile_math.LOG2E
     plgpu.barrier_wait(bars.kv_ready)
     dk, dv = launch.op.with_accumulators(
         lambda **acc: _walk(_Consumer(block, wg, scale2, Accumulators(**acc))),
@@ -171,7 +175,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     plgpu.barrier_wait(bars.tile_ready.at[slot])
     op.set(acc.s, common.per_query(smem.neg_lse.at[slot], ROWS))
     op.set(acc.dp, common.per_query(smem.neg_delta.at[slot], ROWS))
-    keys = common.unhoisted(c.wg, ROWS, i)
+    keys = c.keys if config.hoist_descriptors else common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
     s = op.load(acc.s, 1)
@@ -181,7 +185,8 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     p16 = p.astype(dtype)
     if config.dv_early:
         op.wgmma(acc.dv, p16, dout)
-    ds = (p * op.load(acc.dp, int(config.dv_early))).astype(dtype)  # [64 keys, block_q]
+    dp = op.load(acc.dp, int(config.dv_early))
+    ds = tile_math.dlogits(p, dp, has_hidden=masked).astype(dtype)  # [64 keys, block_q]
     _share_ds(c, i, ds)
     if config.dq_first:
         _issue_dq(c, i + DS_SLOTS - 1)

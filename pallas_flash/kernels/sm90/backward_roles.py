@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import masks, tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import mma
 from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
 from pallas_flash.kernels.sm90.smem import tiled_smem
-from pallas_flash.tile_math import LOG2E
 
 KEYS = 64
 DV_OWNER, DK_OWNER = 0, 1
@@ -126,7 +126,7 @@ def _consume(block: Block, role: int) -> None:
         smem.ds[DS_SLOTS - 1] = common.zeros((KEYS, launch.config.block_q)).astype(launch.dtype)
         launch.op.fence_async()
         plgpu.barrier_arrive(bars.ds_ready.at[DS_SLOTS - 1])
-    scale2 = block.gmem.scale[block.walk.b] * LOG2E
+    scale2 = block.gmem.scale[block.walk.b] * tile_math.LOG2E
     plgpu.barrier_wait(bars.kv_ready)
     grad = launch.op.with_accumulators(
         lambda **acc: _walk(_Consumer(block, role, scale2, Accumulators(**acc))),
@@ -195,7 +195,10 @@ def _dlogits(c: _Consumer, slot, i):
     op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
     p = plgpu.load(smem.p.at[slot], layout=mma.ACC_LAYOUT)
-    ds = (p.astype(jnp.float32) * op.load(c.acc.x)).astype(dtype)
+    # This role runs masked and plain steps alike, so it asks whether any step has a mask.
+    has_hidden = c.block.walk.bounds != masks.Bounds()
+    ds = tile_math.dlogits(p.astype(jnp.float32), op.load(c.acc.x), has_hidden=has_hidden)
+    ds = ds.astype(dtype)
     if c.block.launch.make_dq:
         ds_slot = common.ring(i, DS_SLOTS)
         smem.ds[ds_slot] = ds

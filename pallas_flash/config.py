@@ -60,21 +60,12 @@ class BackwardConfig:
       block_q: queries a step.
       block_kv: keys of a block.
       num_stages: slots of the q and dout ring.
-      dq_first: issue dq of the tile before ahead of this tile's dv and dk.
-      dv_early: issue dv before dP is awaited ('keys' only).
-      dk_from_smem: dk reads dS back from shared memory ('keys' only).
-      hoist_descriptors: let the compiler keep the matrix descriptors of K and V in registers over
-        the loop ('keys' only): fewer instructions a step, more registers.
     """
 
     split: str = "keys"
     block_q: int = 64
     block_kv: int = 128
     num_stages: int = 2
-    dq_first: bool = False
-    dv_early: bool = True
-    dk_from_smem: bool = False
-    hoist_descriptors: bool = False
 
     def __post_init__(self):
         _require(self.split in ("keys", "roles"), f"split={self.split!r} must be keys or roles")

@@ -159,8 +159,8 @@ class TunedBackward:
 
 
 _KEYS_64 = BackwardConfig(block_q=128)
-_KEYS_128 = BackwardConfig(block_q=64, dq_first=True)
-_ROLES = BackwardConfig(split="roles", block_kv=64, dv_early=False, dq_first=True)
+_KEYS_128 = BackwardConfig(block_q=64)
+_ROLES = BackwardConfig(split="roles", block_kv=64)
 
 # By (head_dim, head_dim_v): without a mask, and with one. TFLOP/s on an H200, 2026-11-29, bfloat16,
 # 16,384 tokens, model width 2048, T 8192, JAX 0.11.2, CUPTI median, of kernels of this structure.

@@ -14,7 +14,7 @@ from pallas_flash.kernels.sm90 import backward, backward_keys, backward_roles
 
 KEYS_64 = BackwardConfig(block_q=128)
 KEYS_128 = BackwardConfig(block_q=64)
-ROLES = BackwardConfig(split="roles", block_kv=64, dv_early=False, dq_first=True)
+ROLES = BackwardConfig(split="roles", block_kv=64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,6 @@ CASES = {
     ),
     "f16": Case(dtype="float16", causal_shift=0),
     "no-dq": Case(q_len=200, kv_len=200, causal_shift=0, make_dq=False),
-    "d64-dq-first": Case(config=BackwardConfig(block_q=128, dq_first=True, dv_early=False)),
-    "d64-dk-from-smem": Case(config=BackwardConfig(block_q=128, dk_from_smem=True)),
     "d128-causal-ragged": Case(
         q_len=203, kv_len=203, head_dim=128, head_dim_v=128, config=KEYS_128, causal_shift=0
     ),
@@ -82,14 +80,14 @@ CASES = {
         kv_len=192,
         head_dim=128,
         head_dim_v=128,
-        config=BackwardConfig(dq_first=True, dv_early=False, dk_from_smem=True),
+        config=KEYS_128,
         causal_shift=0,
     ),
-    "d128-dv-early-dq-first-three-stages": Case(
+    "d128-three-stages": Case(
         q_len=256,
         head_dim=128,
         head_dim_v=128,
-        config=BackwardConfig(dq_first=True, num_stages=3),
+        config=BackwardConfig(num_stages=3),
     ),
     "d128-64": Case(head_dim=128, head_dim_v=64, config=KEYS_128, kv_lengths=(130,)),
     "d64-128": Case(head_dim=64, head_dim_v=128, config=ROLES, causal_shift=0),
@@ -100,11 +98,11 @@ CASES = {
     "d256-lengths": Case(
         head_dim=256, head_dim_v=256, config=ROLES, query_lengths=(100,), kv_lengths=(65,)
     ),
-    "d256-dq-last-gqa2": Case(
+    "d256-gqa2": Case(
         num_q_heads=2,
         head_dim=256,
         head_dim_v=256,
-        config=BackwardConfig(split="roles", block_kv=64, dq_first=False),
+        config=ROLES,
     ),
     "d256-no-dq": Case(head_dim=256, head_dim_v=256, config=ROLES, make_dq=False),
 }

@@ -120,10 +120,6 @@ class _Consumer:
     acc: Accumulators
 
     @property
-    def keys(self):
-        return pl.ds(self.wg * ROWS, ROWS)
-
-    @property
     def kv0(self):
         return self.block.walk.kv0 + self.wg * ROWS
 
@@ -175,7 +171,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     plgpu.barrier_wait(bars.tile_ready.at[slot])
     op.set(acc.s, common.per_query(smem.neg_lse.at[slot], ROWS))
     op.set(acc.dp, common.per_query(smem.neg_delta.at[slot], ROWS))
-    keys = c.keys if config.hoist_descriptors else common.unhoisted(c.wg, ROWS, i)
+    keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
     s = op.load(acc.s, 1)
@@ -183,20 +179,14 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
         s = op.hide_outside(s, c.block.walk.bounds, qi * config.block_q, c.kv0, q_axis=1)
     p = jnp.exp2(s * c.scale2)  # [64 keys, block_q]
     p16 = p.astype(dtype)
-    if config.dv_early:
-        op.wgmma(acc.dv, p16, dout)
-    dp = op.load(acc.dp, int(config.dv_early))
+    op.wgmma(acc.dv, p16, dout)  # before dP is awaited: the tensor cores have work during dS
+    dp = op.load(acc.dp, 1)
     ds = tile_math.dlogits(p, dp, has_hidden=masked).astype(dtype)  # [64 keys, block_q]
     _share_ds(c, i, ds)
-    if config.dq_first:
-        _issue_dq(c, i + DS_SLOTS - 1)
-    if not config.dv_early:
-        op.wgmma(acc.dv, p16, dout)
-    ds = _publish_ds(c, i, ds)
-    if not config.dq_first:
-        _issue_dq(c, i + DS_SLOTS - 1)
+    _issue_dq(c, i + DS_SLOTS - 1)
+    _publish_ds(c, i)
     op.wgmma(acc.dk, ds, q)
-    _add_dq(c, before, in_flight=2 if config.dq_first and not config.dv_early else 1)
+    _add_dq(c, before, in_flight=1)
     op.wait(0)
     plgpu.barrier_arrive(bars.tile_consumed.at[slot])
     return i + 1, c.block.dq_row(head, qi)
@@ -207,18 +197,12 @@ def _share_ds(c: _Consumer, i, ds) -> None:
         c.block.smem.ds[common.ring(i, DS_SLOTS), pl.ds(c.wg * ROWS, ROWS)] = ds
 
 
-def _publish_ds(c: _Consumer, i, ds):
-    """Tells both consumers that this half of dS is there; returns what dk multiplies."""
-    launch, slot = c.block.launch, common.ring(i, DS_SLOTS)
-    if not launch.make_dq:
-        return ds
-    if launch.config.dk_from_smem:
-        plgpu.commit_smem()  # a barrier of the warpgroup, too: its own product reads dS back
-        ds = c.block.smem.ds.at[slot, pl.ds(c.wg * ROWS, ROWS)]
-    else:
+def _publish_ds(c: _Consumer, i) -> None:
+    """Tells both consumers that this half of dS is there."""
+    launch = c.block.launch
+    if launch.make_dq:
         launch.op.fence_async()
-    plgpu.barrier_arrive(c.block.bars.ds_ready.at[slot])
-    return ds
+        plgpu.barrier_arrive(c.block.bars.ds_ready.at[common.ring(i, DS_SLOTS)])
 
 
 def _issue_dq(c: _Consumer, i) -> None:

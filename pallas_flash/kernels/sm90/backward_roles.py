@@ -151,21 +151,18 @@ def _walk(c: _Consumer):
 def _step(c: _Consumer, carry, head, qi, masked: bool):
     """One q tile: dv += P^T dout in one role, dk += dS^T q in the other; dq one tile late."""
     launch, smem, bars, acc = c.block.launch, c.block.smem, c.block.bars, c.acc
-    op, config = launch.op, launch.config
+    op = launch.op
     i, before = carry
-    slot = common.ring(i, config.num_stages)
+    slot = common.ring(i, launch.config.num_stages)
 
     plgpu.barrier_wait(bars.tile_ready.at[slot])
     if c.role == DV_OWNER:
         a, b = _probs(c, slot, i, qi, masked), smem.dout.at[slot]
     else:
         a, b = _dlogits(c, slot, i), smem.q.at[slot]
-    if config.dq_first:
-        _issue_dq(c, i + DS_SLOTS - 1)
+    _issue_dq(c, i + DS_SLOTS - 1)
     op.wgmma(acc.grad, a, b)
-    if not config.dq_first:
-        _issue_dq(c, i + DS_SLOTS - 1)
-    _add_dq(c, before, in_flight=int(config.dq_first))
+    _add_dq(c, before, in_flight=1)
     op.wait(0)
     plgpu.barrier_arrive(bars.tile_consumed.at[slot])
     return i + 1, c.block.dq_row(head, qi)

@@ -72,6 +72,8 @@ GPU_SHAPES = (
     Shape("mha-32-d128-t8192-causal", 2, 8192, 32, 32, 128, True),
     Shape("mha-32-d128-t8192-full", 2, 8192, 32, 32, 128, False),
     *(_dense(d, 2048, c) for d in (64, 128) for c in (False, True)),
+    Shape("ragged-d128-t8191-causal", 2, 8191, 16, 16, 128, True),
+    *(Shape(f"d{d}-h16-t4096-causal", 4, 4096, 16, 16, d, True) for d in (80, 96, 192)),
     Shape("lengths-d128-causal", 4, 4096, 16, 16, 128, True, (4096, 3000, 1000, 100)),
     *(_dense(128, t, True) for t in (128, 512, 1024)),
 )
@@ -83,7 +85,7 @@ CPU_SHAPES = tuple(
 )
 
 
-def implementations() -> dict[str, Callable[..., jax.Array]]:
+def implementations(deterministic: bool = False) -> dict[str, Callable[..., jax.Array]]:
     """Ours and every peer that is installed: f(q, k, v, causal=..., lengths=...)."""
 
     def ours(q, k, v, *, causal, lengths, **kwargs):
@@ -109,10 +111,11 @@ def implementations() -> dict[str, Callable[..., jax.Array]]:
         )
 
     found: dict[str, Callable[..., jax.Array]] = {"pallas_flash": ours}
+    if deterministic:
+        found["deterministic"] = functools.partial(ours, deterministic_backward=True)
     if jax.default_backend() != "gpu":
         found["jax.nn xla"] = functools.partial(of_jax, implementation="xla")
         return found
-    found["deterministic"] = functools.partial(ours, deterministic_backward=True)
     found["cudnn"] = functools.partial(of_jax, implementation="cudnn")
     return found
 
@@ -237,9 +240,9 @@ def _print_row(row: dict) -> None:
             f" bwd {result['backward_ms']:8.3f} ms {result['backward_tflops']:6.1f} TFLOP/s"
         )
         if name == "pallas_flash":
-            for what in ("forward_ms", "backward_ms"):
+            for label, what in (("fwd", "forward_ms"), ("bwd", "backward_ms")):
                 best = min((r[what] for r in peers.values() if what in r), default=math.nan)
-                line += f"  {what[:3]} x{best / result[what]:.3f}"
+                line += f"  {label} x{best / result[what]:.3f}"
         print(line, flush=True)
 
 
@@ -250,6 +253,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="three shapes only")
     parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="also time deterministic_backward=True"
+    )
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(argv)
     on_gpu = jax.default_backend() == "gpu"
@@ -261,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for shape in shapes:
         if options.only in shape.name:
-            rows.append(run_shape(shape, dtype, implementations()))
+            rows.append(run_shape(shape, dtype, implementations(options.deterministic)))
             _print_row(rows[-1])
             if options.json:
                 told = dict(device=device, jax=jax.__version__, dtype=jnp.dtype(dtype).name)

@@ -1,7 +1,8 @@
 """Which implementation runs: decided from the problem and the device, before any tracing.
 
 Never "try it and catch the exception": each backend says in words whether it supports a problem,
-forward and backward together, and `explain` prints every verdict. A backend's module is loaded when
+forward and backward together, and `explain` prints every verdict; the logger "pallas_flash" tells
+each choice at level DEBUG. A backend's module is loaded when
 its device is first met, so that importing the package loads no Mosaic module.
 """
 
@@ -9,6 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -48,6 +50,7 @@ class Verdict:
     why: str
 
 
+_LOG = logging.getLogger("pallas_flash")
 _ASSUMED = contextvars.ContextVar[Device | None]("pallas_flash_assumed_device", default=None)
 
 
@@ -130,10 +133,11 @@ def select(
             f"implementation={implementation!r} must be None (choose), 'mosaic_gpu' or 'xla'"
         )
     answers = verdicts(problem, device)
+    told = "; ".join(f"{v.implementation}: {v.why}" for v in answers)
     for verdict in answers:
         if implementation in (None, verdict.implementation) and verdict.ok:
+            _LOG.debug("runs %s on %s. %s", verdict.implementation, device, told)
             return verdict.implementation  # type: ignore[return-value]
-    told = "; ".join(f"{v.implementation}: {v.why}" for v in answers)
     raise NotImplementedError(
         f"implementation={implementation!r} cannot run this call. {told}. Use "
         "implementation='xla', or None to have one chosen"

@@ -11,13 +11,18 @@ HAS_GPU = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not Non
 
 # Interpret mode parks one of XLA's threads in a callback for each warpgroup: with as few threads
 # as two cores give, a kernel of three warpgroups waits for ever.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=32"
-).strip()
+XLA_FLAGS = ["--xla_force_host_platform_device_count=32"]
 if HAS_GPU:  # several test processes share the card
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 else:  # with the CUDA plugin installed, JAX would look for a GPU and complain
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    # The tests are small programs, each run once: most of their time is LLVM's.
+    XLA_FLAGS += [
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS]).strip()
 
 import jax  # noqa: E402
 
@@ -34,8 +39,20 @@ def pytest_report_header(config) -> str:
     return f"jax {jax.__version__}, jaxlib {version('jaxlib')}, on {device}"
 
 
+@pytest.hookimpl(tryfirst=True)  # ahead of `-m`, which selects by the markers
 def pytest_collection_modifyitems(items) -> None:
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and not _on_gpu():
-        for item in gpu_items:
+    on_gpu = _on_gpu()
+    for item in items:
+        if on_gpu and _runs_kernels(item):
+            item.add_marker("gpu")
+        if on_gpu and item.path.stem.endswith("_interpret"):
+            reason = "interpret mode needs the CPU: set JAX_PLATFORMS=cpu"
+            item.add_marker(pytest.mark.skip(reason=reason))
+        if not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU that JAX can use"))
+
+
+def _runs_kernels(item) -> bool:
+    """Whether the test is one of those that interpret the kernels only for want of a GPU."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.params.get("implementation") == "mosaic_gpu"

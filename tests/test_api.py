@@ -121,6 +121,13 @@ def test_implementation_that_cannot_run_names_reason_and_remedy():
         dot_product_attention(*_qkv(), implementation="mosaic_gpu")
 
 
+def test_each_choice_is_logged(caplog):
+    with caplog.at_level("DEBUG", logger="pallas_flash"):
+        dot_product_attention(*_qkv(), implementation="xla")
+    assert "runs xla" in caplog.text
+    assert "mosaic_gpu: " in caplog.text  # and why not
+
+
 def test_head_dim_over_256_is_refused_by_the_kernels_alone():
     qkv = _qkv(h=257, hv=8, dtype=jnp.bfloat16)
     with dispatch.assume_device("gpu", (9, 0)):

@@ -152,6 +152,20 @@ def test_low_precision_is_as_good_as_plain_attention(dtype):
     check(operands, problem_of(operands, mask=Causal()), dict(block_q=32, block_kv=32), plain=True)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_gradients_are_rounded_once_not_block_by_block(dtype):
+    operands = qkv(b=1, t=64, s=64, n=4, h=16, h_v=16, dtype=dtype)
+    problem = problem_of(operands)
+    dout, dlse = cotangents(operands, problem)
+    grads = gradients(operands, problem, dout, dlse, BLOCKS)[2]
+    for name, want in reference.oracle(operands, problem, dout, dlse)[2].items():
+        error, rounding = (
+            np.linalg.norm(np.asarray(x, np.float64) - want)
+            for x in (grads[name], jnp.asarray(want, dtype))
+        )
+        assert error < 1.1 * rounding, f"d{name}: {error:.3g}, one rounding is {rounding:.3g}"
+
+
 def test_reference_says_the_same_as_the_oracle():
     for name in ("cap-scale-sinks-traced", "lengths-of-zero", "dropout"):
         operands, static = CASES[name]

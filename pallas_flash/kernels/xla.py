@@ -11,10 +11,13 @@
             acc     = acc * shrink + dropout(p) @ v
         out, lse = acc / row_sum, row_max + log(row_sum)
 
-There is no custom derivative rule: out and lse do not depend on the maximum that is subtracted,
-so leaving it out of differentiation is exact to every order, and jvp, grad, hessian and grad of
-grad are JAX's own, in O(T + S) memory. Blocks of keys that no query of a block may see are not
-computed. A problem that fits one block is computed without any loop.
+There is no derivative rule for attention: out and lse do not depend on the maximum that is
+subtracted, so leaving it out of differentiation is exact to every order, and jvp, grad, hessian
+and grad of grad are JAX's own, in O(T + S) memory. Blocks of keys that no query of a block may see
+are not computed. A problem that fits one block is computed without any loop.
+
+16-bit q, k and v go through the loops as float32, and only the products round their operands, by a
+rule of their own: so gradients are summed over the blocks in float32 and rounded once, at the end.
 
 Products of float32 inputs honour `jax.default_matmul_precision`; scores, softmax and sums are
 float32 (float64 for float64). The softmax is in base e here: XLA gains nothing from base 2, and a
@@ -117,7 +120,7 @@ class _Rows(NamedTuple):
     """The query side of a block."""
 
     pos: Array | None  # int32, [block_q, 1]; not before the cut
-    q: Array  # [B, K, G, block_q, H]
+    q: Array  # [B, K, G, block_q, H], float32 or wider, as are k and v
     segments: Array | None  # [B, 1, 1, block_q, 1]
 
 
@@ -173,9 +176,10 @@ def _by_role(problem, operands):
     """The operands in the layout of this file."""
     b, t, s = problem.batch, problem.q_len, problem.kv_len
     groups = (problem.num_kv_heads, problem.q_per_kv)
-    q = _zero_behind(operands.query, operands.query_lengths).reshape(b, t, *groups, -1)
-    k = _zero_behind(operands.key, operands.kv_lengths)
-    v = _zero_behind(operands.value, operands.kv_lengths)
+    query, key, value = (x.astype(_wide(problem)) for x in operands[:3])
+    q = _zero_behind(query, operands.query_lengths).reshape(b, t, *groups, -1)
+    k = _zero_behind(key, operands.kv_lengths)
+    v = _zero_behind(value, operands.kv_lengths)
     shaped = lambda x, *shape: None if x is None else x.reshape(shape)
 
     def grouped(x):  # [1|B, 1|N, 1|T, 1|S] -> [1|B, 1|K, 1|G, 1|T, 1|S]
@@ -323,13 +327,13 @@ def _step(problem, shared, rows, keys, pairs, carry):
     row_sum = carry.row_sum * shrink + weights.sum(axis=-1)
     if problem.dropout_rate:
         weights = jnp.where(_kept(problem, shared, rows, keys), weights, 0.0)
-    update = _dot(weights.astype(problem.dtype), keys.v, contract_v=2)
+    update = _product(problem, weights, keys.v, contract_v=2)
     return _Carry(new_max, row_sum, carry.acc * shrink[..., None] + update)
 
 
 def _scores(problem, shared, rows, keys, pairs):
     """Finished logits [B, K, G, block_q, block_kv], -inf where hidden."""
-    scores = _dot(rows.q, keys.k, contract_v=3)
+    scores = _product(problem, rows.q, keys.k, contract_v=3)
     visible = _visible(problem, shared, rows, keys, pairs)
     # Hidden keys may hold anything finite: no overflow of theirs may meet a derivative below.
     scores = _zero_hidden(scores, visible) * shared.scale
@@ -376,6 +380,26 @@ def _kept(problem, shared, rows, keys):
         head = jnp.arange(problem.num_q_heads, dtype=jnp.uint32).reshape(*groups, 1, 1)
     key, rate = shared.dropout_key, problem.dropout_rate
     return dropout.keep(key, batch, head, rows.pos, keys.pos, rate)
+
+
+def _product(problem, x, y, contract_v):
+    """`_dot` of x and y in the dtype of the problem; differentiated as if it did not round."""
+    if x.dtype == problem.np_dtype:
+        return _dot(x, y, contract_v)
+    return _rounding_dot(problem.dtype, contract_v, x, y)
+
+
+# Through astype the cotangents of x and y would be rounded too, once a block.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _rounding_dot(dtype, contract_v, x, y):
+    return _dot(x.astype(dtype), y.astype(dtype), contract_v)
+
+
+@_rounding_dot.defjvp
+def _rounding_dot_jvp(dtype, contract_v, primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    out = _rounding_dot(dtype, contract_v, x, y)
+    return out, _dot(dx, y, contract_v) + _dot(x, dy, contract_v)
 
 
 def _dot(x, y, contract_v):

@@ -47,15 +47,15 @@ class Case:
         """(query, key, value) and the keyword arguments, as jax arrays."""
         rng = np.random.default_rng(seed)
         dtype = NUMPY_DTYPES[self.dtype]
-        (n, k), (h, hv) = self.heads, self.dims
+        (num_q, num_kv), (h, hv) = self.heads, self.dims
         shapes = (
-            (self.batch, self.q_len, n, h),
-            (self.batch, self.kv_len, k, h),
-            (self.batch, self.kv_len, k, hv),
+            (self.batch, self.q_len, num_q, h),
+            (self.batch, self.kv_len, num_kv, h),
+            (self.batch, self.kv_len, num_kv, hv),
         )
-        qkv = tuple(jnp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes)
+        q, k, v = (jnp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes)
         made = {name: _make_array(spec, rng) for name, spec in self.arrays.items()}
-        return qkv, dict(self.static) | made
+        return (q, k, v), dict(self.static) | made
 
     def cotangent(self, seed: int = 1) -> jax.Array:
         """A random cotangent of the output."""
@@ -113,7 +113,7 @@ FUSED = (
     Case(
         "both-lengths-causal-gqa",
         batch=4,
-        heads=(4, 2),
+        heads=(2, 1),
         q_len=200,
         kv_len=264,
         static=CAUSAL,
@@ -147,6 +147,9 @@ UNFUSED = (
         arrays={"query_segment_ids": ("ids", (2, 136)), "key_value_segment_ids": ("ids", (2, 136))},
     ),
     Case("mask-per-batch", batch=2, arrays={"mask": ("bool", (2, 1, 1, 136))}),
+    Case(
+        "mask-f16-causal", dtype="float16", static=CAUSAL, arrays={"mask": ("bool", (1, 1, 1, 136))}
+    ),
     Case("mask-per-head", arrays={"mask": ("bool", (1, 2, 136, 136))}, dtype="float32"),
     Case(
         "bias-f32-broadcast", batch=2, heads=(4, 2), arrays={"bias": ("float32", (1, 4, 136, 136))}

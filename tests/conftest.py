@@ -1,5 +1,6 @@
 """The environment of every test. Set here, before anything imports jax."""
 
+import collections
 import os
 import shutil
 from importlib.metadata import version
@@ -39,9 +40,20 @@ def pytest_report_header(config) -> str:
     return f"jax {jax.__version__}, jaxlib {version('jaxlib')}, on {device}"
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--thin",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run every Nth case only of the tests with many cases that execute attention",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # ahead of `-m`, which selects by the markers
-def pytest_collection_modifyitems(items) -> None:
+def pytest_collection_modifyitems(config, items) -> None:
     on_gpu = _on_gpu()
+    items[:] = _thinned(items, config.getoption("thin"))
     for item in items:
         if on_gpu and _runs_kernels(item):
             item.add_marker("gpu")
@@ -56,3 +68,23 @@ def _runs_kernels(item) -> bool:
     """Whether the test is one of those that interpret the kernels only for want of a GPU."""
     callspec = getattr(item, "callspec", None)
     return callspec is not None and callspec.params.get("implementation") == "mosaic_gpu"
+
+
+def _thinned(items, every):
+    """Every Nth case of each test; all of tests of few cases and of tests that execute nothing."""
+    kept, seen = [], collections.Counter()
+    cases = collections.Counter(map(_group, items))
+    for item in items:
+        group = _group(item)
+        if cases[group] <= 4 or not group[1] or seen[group] % every == 0:
+            kept.append(item)
+        seen[group] += 1
+    return kept
+
+
+def _group(item):
+    """(test, what makes it execute attention: an implementation, the interpreter or nothing)."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    interprets = item.path.stem if item.path.stem.endswith("_interpret") else None
+    test = getattr(item, "originalname", item.name)
+    return item.path.stem + test, params.get("implementation", interprets)

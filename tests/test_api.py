@@ -1,5 +1,7 @@
 """The public call: bad input, explain, batch axes, and behaviours that the contract promises."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import pallas_flash
 from pallas_flash import dispatch, dot_product_attention
+from pallas_flash.dropout import dropout_keep_mask
 from tests.cases import Case
 
 
@@ -188,10 +191,11 @@ def test_mask_with_several_batch_axes(lead):
 
 def test_scale_of_every_kind_agrees():
     q, k, v = _qkv()
-    wanted = dot_product_attention(q, k, v, scale=0.3)
-    for scale in (np.float32(0.3), np.array(0.3), jnp.float32(0.3), jnp.array(0.3, jnp.bfloat16)):
+    wanted = dot_product_attention(q, k, v, scale=0.375)  # exact in bfloat16, too
+    kinds = np.float32(0.375), np.array(0.375), jnp.float32(0.375), jnp.array(0.375, jnp.bfloat16)
+    for scale in kinds:
         got = dot_product_attention(q, k, v, scale=scale)
-        np.testing.assert_allclose(got, wanted, atol=2e-3 if scale.dtype == jnp.bfloat16 else 1e-6)
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
     other = dot_product_attention(q, k, v, scale=0.6)
     assert float(jnp.abs(other - wanted).max()) > 1e-3
 
@@ -286,6 +290,70 @@ def test_one_sided_window_without_causal():
     np.testing.assert_allclose(
         right, dot_product_attention(q, k, v, mask=jnp.asarray(mask)[None, None]), atol=1e-6
     )
+
+
+@pytest.mark.parametrize("ids", [(3, 9), (2, 0)], ids=str)
+def test_packed_segments_are_separate_sequences(ids):
+    q, k, v = _qkv(batch=(1,), t=30, s=30, n=2, k=1)
+    segments = jnp.repeat(jnp.array(ids), jnp.array([11, 19]), total_repeat_length=30)[None]
+
+    @jax.jit
+    def packed(q, k, v):
+        kwargs = dict(query_segment_ids=segments, key_value_segment_ids=segments)
+        attend = lambda *x: dot_product_attention(*x, is_causal=True, **kwargs)
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(jnp.cos(q))
+
+    @jax.jit
+    def alone(q, k, v):
+        out, vjp = jax.vjp(lambda *x: dot_product_attention(*x, is_causal=True), q, k, v)
+        return out, *vjp(jnp.cos(q))
+
+    results = packed(q, k, v)
+    for part in (slice(0, 11), slice(11, 30)):
+        one = alone(*(x[:, part] for x in (q, k, v)))
+        for got, wanted in zip(results, one, strict=True):
+            np.testing.assert_allclose(got[:, part], wanted, atol=2e-6)
+    others = packed(q, k.at[:, 11:].multiply(3), v.at[:, 11:].add(5))
+    np.testing.assert_array_equal(others[0][:, :11], results[0][:, :11])
+
+
+def test_dropout_is_the_pattern_of_its_helper_and_rate_zero_is_none():
+    q, k, _ = _qkv(t=9, s=7, h=7)
+    v = jnp.broadcast_to(jnp.eye(7)[None, :, None], (2, 7, 2, 7))
+    attend = jax.jit(dot_product_attention, static_argnames="dropout_rate")
+    key = jax.random.key(4)
+    plain = attend(q, k, v)
+    np.testing.assert_array_equal(attend(q, k, v, dropout_rate=0.0, dropout_rng=key), plain)
+    dropped = np.asarray(attend(q, k, v, dropout_rate=0.4, dropout_rng=key))
+    kept = dropout_keep_mask(key, rate=0.4, batch=2, num_heads=4, q_len=9, kv_len=7)
+    kept = np.swapaxes(np.asarray(kept), 1, 2)  # (B, T, N, S), as out is with an identity as v
+    np.testing.assert_allclose(dropped, np.where(kept, plain / 0.6, 0.0), rtol=1e-5)
+    np.testing.assert_array_equal(attend(q, k, v, dropout_rate=0.4, dropout_rng=key), dropped)
+    other = attend(q, k, v, dropout_rate=0.4, dropout_rng=jax.random.key(5))
+    assert ((other == 0) != (dropped == 0)).any()
+
+
+def test_log_sum_exp_of_empty_rows_does_no_harm_in_a_loss():
+    q, k, v = _qkv()
+    lengths = jnp.array([0, 4])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def grads(loss, *qkv):
+        def run(*qkv):
+            both = dict(key_value_seq_lengths=lengths, return_residual=loss != "out alone")
+            result = dot_product_attention(*qkv, **both)
+            if loss == "out alone":
+                return result.sum()
+            out, lse = result
+            return out.sum() + (jnp.exp(lse).sum() if loss == "exp(lse)" else 0.0)
+
+        return jax.grad(run, (0, 1, 2))(*qkv)
+
+    alone, returned = grads("out alone", q, k, v), grads("out", q, k, v)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), returned, alone)
+    for g in grads("exp(lse)", q, k, v):
+        assert np.isfinite(g).all() and not g[0].any()
 
 
 def test_agrees_with_jax_nn():

@@ -11,6 +11,7 @@ from pallas_flash import hardware, masks, tuned
 from pallas_flash.config import DqConfig
 from pallas_flash.kernels.sm90 import backward_dq
 from tests import test_backward_interpret as fused
+from tests.races import races_raise
 
 TWO = DqConfig(compute_wgs=2, block_kv=64, k_stages=3, v_stages=2)
 WIDE = DqConfig(compute_wgs=2, block_kv=128, k_stages=2, v_stages=2)
@@ -24,13 +25,9 @@ def _case(config: DqConfig = TWO, **fields) -> fused.Case:
 
 CASES = {
     "full": _case(q_len=128, kv_len=192),
-    "full-ragged": _case(q_len=141, kv_len=139),
     "one-short-tile": _case(q_len=8, kv_len=16),
-    "causal": _case(q_len=200, kv_len=200, causal_shift=0),
     "causal-ragged-three": _case(THREE, q_len=203, kv_len=203, causal_shift=0),
-    "causal-wide": _case(WIDE, q_len=200, kv_len=264, causal_shift=0),
     "bottom-right-more-keys": _case(q_len=72, kv_len=200, causal_shift=128),
-    "bottom-right-more-queries": _case(q_len=200, kv_len=72, causal_shift=-128),
     "kv-lengths": _case(kv_len=200, kv_lengths=(0, 1, 128, 199)),
     "query-lengths": _case(q_len=200, query_lengths=(0, 1, 128, 199)),
     "lengths-causal-wide": _case(
@@ -52,23 +49,24 @@ def _run(case: fused.Case, arrays: fused.Arrays, **options) -> np.ndarray:
     """dq as the kernel gives it, without padding; NaN and Inf behind every length."""
     f32 = lambda x: jnp.asarray(x, jnp.float32)
     i32 = lambda x: None if x is None else jnp.asarray(x, jnp.int32)
-    dq = backward_dq.flash_backward_dq(
-        fused._pad(fused._spoil(arrays.q, case.query_lengths)),
-        fused._pad(fused._spoil(arrays.k, case.kv_lengths)),
-        fused._pad(fused._spoil(arrays.v, case.kv_lengths)),
-        fused._pad(fused._spoil(arrays.dout, case.query_lengths)),
-        f32(arrays.lse),
-        f32(arrays.delta),
-        f32(arrays.scale),
-        q_len=case.q_len,
-        kv_len=case.kv_len,
-        query_lengths=i32(case.query_lengths),
-        kv_lengths=i32(case.kv_lengths),
-        config=case.config,
-        interpret=True,
-        **dict(mask=case.mask) | options,
-    )
-    return np.asarray(dq)[:, : case.q_len]
+    with races_raise():
+        dq = backward_dq.flash_backward_dq(
+            fused._pad(fused._spoil(arrays.q, case.query_lengths)),
+            fused._pad(fused._spoil(arrays.k, case.kv_lengths)),
+            fused._pad(fused._spoil(arrays.v, case.kv_lengths)),
+            fused._pad(fused._spoil(arrays.dout, case.query_lengths)),
+            f32(arrays.lse),
+            f32(arrays.delta),
+            f32(arrays.scale),
+            q_len=case.q_len,
+            kv_len=case.kv_len,
+            query_lengths=i32(case.query_lengths),
+            kv_lengths=i32(case.kv_lengths),
+            config=case.config,
+            interpret=True,
+            **dict(mask=case.mask) | options,
+        )
+        return np.asarray(dq)[:, : case.q_len]
 
 
 def _check(case: fused.Case, got: np.ndarray, want: np.ndarray) -> None:

@@ -145,6 +145,52 @@ def test_matches_oracle(name):
     check(operands, problem_of(operands, **static))
 
 
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [("causal", (8, 16)), ("window", (16, 8)), ("window", (5, 32)), ("causal", (40, 8))],
+)
+def test_unequal_blocks(kind, blocks):
+    window = i32(13, 0) if kind == "window" else None
+    mask = {"causal": Causal(), "window": Window(True, True)}[kind]
+    operands = qkv(b=1, t=40, s=37, n=1, k=1, window=window)
+    block_q, block_kv = blocks
+    check(operands, problem_of(operands, mask=mask), dict(block_q=block_q, block_kv=block_kv))
+
+
+@pytest.mark.parametrize(
+    ("given", "mask"),
+    [(("query",), Causal()), (("kv",), And()), (("kv",), Causal()), (("query", "kv"), Causal())],
+)
+def test_lengths_around_the_block_edges(given, mask):
+    lengths = i32(1, 7, 8, 9, 20)
+    said = {f"{name}_lengths": lengths if name == "kv" else lengths[::-1] for name in given}
+    operands = qkv(b=5, t=20, s=20, n=1, k=1, **said)
+    mask = mask & Lengths("query" in given, "kv" in given)
+    out, _, grads = check(operands, problem_of(operands, mask=mask))
+    if "query" in given:
+        behind = np.arange(20) >= np.asarray(lengths)[::-1, None]
+        assert not np.asarray(out)[behind].any() and not np.asarray(grads["query"])[behind].any()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_gradients_are_sums_over_the_group(kv_heads):
+    operands = qkv(n=4, k=kv_heads)
+    repeat = lambda x: jnp.repeat(x, 4 // kv_heads, axis=2)
+    repeated = operands._replace(key=repeat(operands.key), value=repeat(operands.value))
+    shared = cotangents(operands, problem_of(operands))
+    _, _, got = gradients(operands, problem_of(operands, mask=Causal()), *shared, BLOCKS)
+    _, _, one = gradients(repeated, problem_of(repeated, mask=Causal()), *shared, BLOCKS)
+    for name in ("key", "value"):
+        summed = one[name].reshape(*got[name].shape[:2], kv_heads, -1, 8).sum(3)
+        np.testing.assert_allclose(got[name], summed, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "k", "t"), [(40, 1, 1), (40, 1, 33), (24, 2, 1)])
+def test_more_query_heads_than_rows_of_a_block(n, k, t):
+    operands = qkv(b=3, t=t, s=50, n=n, k=k, kv_lengths=i32(0, 1, 50))
+    check(operands, problem_of(operands, mask=Lengths(False, True)), dict(block_q=8, block_kv=32))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_low_precision_is_as_good_as_plain_attention(dtype):
     operands = qkv(t=60, s=60, h=16, dtype=dtype, bias=normal(2, 1, 60, 60))  # a float32 bias

@@ -36,7 +36,7 @@ class Smem(NamedTuple):
     v: Ref  # [64, head_dim_v], at the end dv
     p: Ref  # [num_stages, 64, block_q]
     ds: Ref  # [DS_SLOTS, 64, block_q]
-    accumulators: tuple[dict[str, Ref], dict[str, Ref]]
+    accumulators: tuple[dict[str, Ref], ...]  # of each consumer
 
 
 class Barriers(NamedTuple):

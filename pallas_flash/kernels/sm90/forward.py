@@ -161,7 +161,7 @@ def flash_forward(
         grid_names=("block",),
         num_threads=config.compute_wgs + 1,
         thread_name="wg",
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

@@ -103,7 +103,10 @@ def test_compiles_clean(head_dim):
     ]
     for case, kernels in zip(cases, aot.kernels_of("tests.test_aot:gradient", cases), strict=True):
         print(case, *kernels, sep="\n  ")
-        assert len(kernels) == 2 + (True in case), "forward, backward and, if asked for, dq"
+        backward = [kernel for kernel in kernels if "backward" in kernel.name]
+        assert len(backward) == 1 + (True in case), "backward and, if asked for, dq"
+        # A deterministic call shares its forward with the other, and newer JAX compiles it once.
+        assert len(kernels) - len(backward) == 1 or True in case, "forward"
         for kernel in kernels:
             row = _row(kernel.name, *case[:2], mask=case[2], dtype=case[3])
             assert not kernel.notes, f"{case} {kernel.name}: tensor core work is serialized"

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_flash import masks
 from pallas_flash.config import ForwardConfig
-from pallas_flash.kernels.sm90 import forward, mma
+from pallas_flash.kernels.sm90 import forward, mma, tiles
 from tests.races import MISSING_WAIT, races_raise
 
 TWO_OVERLAPPED = ForwardConfig(compute_wgs=2, block_kv=64, q_stages=2)
@@ -256,7 +256,7 @@ def test_steps_cover_exactly_what_the_bounds_allow():
         bounds = masks.Bounds(draw(-90, 60), draw(-60, 90), draw(0, 90), draw(0, 90))
         q_lo, block_kv, kv_len = int(rng.integers(0, 80)), 16, 80
         q_pos = np.arange(q_lo, q_lo + 24)[:, None]
-        walk = forward._walk(bounds, q_lo, q_lo + 24, kv_len, block_kv)
+        walk = tiles.walk_keys(bounds, q_lo, q_lo + 24, kv_len, block_kv)
         assert walk.steps >= 1 and walk.last - walk.steps + 1 >= 0
         seen = np.zeros(kv_len, bool)
         for i in range(walk.steps):

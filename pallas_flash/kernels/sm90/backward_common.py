@@ -18,6 +18,7 @@ from pallas_flash import masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import mma
 from pallas_flash.kernels.sm90.smem import tiled_smem
+from pallas_flash.kernels.sm90.tiles import div
 
 CONSUMERS = 2  # warpgroups that compute; one more loads
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -174,10 +175,6 @@ def _i32(x: Int) -> Int:
     return np.int32(x) if isinstance(x, int) else x
 
 
-def _div(x: Int, n: int) -> Int:
-    return x // n if isinstance(x, int) else lax.div(x, jnp.int32(n))
-
-
 def ring(i: Int, slots: int) -> Int:
     """i mod slots, for i >= 0."""
     if slots & (slots - 1) == 0:
@@ -199,8 +196,8 @@ def find_walk(launch: Launch, gmem: Gmem) -> Walk:
     """The walk of this block. Keys ascend within a head: the longest causal walks come first."""
     block_q, block_kv = launch.config.block_q, launch.config.block_kv
     block = lax.axis_index("block")
-    pair, ki = _div(block, launch.num_kv_blocks), lax.rem(block, jnp.int32(launch.num_kv_blocks))
-    b, kv_head = _div(pair, launch.num_kv_heads), lax.rem(pair, jnp.int32(launch.num_kv_heads))
+    pair, ki = div(block, launch.num_kv_blocks), lax.rem(block, jnp.int32(launch.num_kv_blocks))
+    b, kv_head = div(pair, launch.num_kv_heads), lax.rem(pair, jnp.int32(launch.num_kv_heads))
     kv0 = ki * block_kv
 
     values = masks.MaskValues(
@@ -211,16 +208,16 @@ def find_walk(launch: Launch, gmem: Gmem) -> Walk:
     if launch.kv_len % block_kv:
         bounds = bounds & masks.Bounds(kv_end=launch.kv_len)
     lo, hi = bounds.q_any(kv0, kv0 + block_kv, launch.q_len)
-    first = _div(lo, block_q)
-    last = masks.larger(first, _div(hi + (block_q - 1), block_q))
+    first = div(lo, block_q)
+    last = masks.larger(first, div(hi + (block_q - 1), block_q))
     # Rows past a query length start from -inf, so a step need not test for them.
     bounds = dataclasses.replace(bounds, q_end=None)
     if bounds == masks.Bounds():
         return Walk(b, kv_head, ki, kv0, bounds, first, first, last, last)
 
     lo, hi = bounds.q_all(kv0, kv0 + block_kv, launch.num_q_tiles * block_q)
-    plain = masks.larger(first, _div(lo + (block_q - 1), block_q))
-    plain_end = masks.smaller(last, _div(hi, block_q))
+    plain = masks.larger(first, div(lo + (block_q - 1), block_q))
+    plain_end = masks.smaller(last, div(hi, block_q))
     if bounds.lower is None and bounds.kv_end is None:  # hi is the end: at most `plain` is past it
         return Walk(b, kv_head, ki, kv0, bounds, first, masks.smaller(plain, last), last, last)
     none = plain >= plain_end

@@ -43,11 +43,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks, tile_math
 from pallas_flash.config import DqConfig
-from pallas_flash.kernels.sm90 import forward, mma, smem, tails
+from pallas_flash.kernels.sm90 import mma, smem, tails, tiles
 
 Array = Any
 Int = masks.Int
-WG_ROWS = forward.WG_ROWS
 
 
 def flash_backward_dq(
@@ -111,7 +110,7 @@ def flash_backward_dq(
         head_dim_v=v.shape[3],
         dtype=jnp.dtype(q.dtype).name,
         mask=mask,
-        facts=forward._mask_facts(mask, q_len, kv_len, config),
+        facts=tiles.mask_facts(mask, q_len, kv_len, config),
         config=config,
         out_float32=out_float32,
         interpret=interpret,
@@ -166,22 +165,22 @@ def dq_smem_bytes(config: DqConfig, head_dim: int, head_dim_v: int, dtype) -> in
     return smem.smem_bytes(_scratch(plan))
 
 
-def _only_tile(plan: "_Plan", gmem: Any) -> forward._Tile:
+def _only_tile(plan: "_Plan", gmem: Any) -> tiles.Tile:
     """The tile of this block, found as the forward finds its own."""
     zero = jnp.int32(0)
-    return forward._tile(plan, gmem, lax.axis_index("block"), zero, zero)
+    return tiles.tile_at(plan, gmem, lax.axis_index("block"), zero, zero)
 
 
 def _whole_rows(statistic: Array, fill: float) -> Array:
     """[..., Tl] with Tl a multiple of what one consumer reads."""
-    missing = -statistic.shape[-1] % WG_ROWS
+    missing = -statistic.shape[-1] % tiles.WG_ROWS
     if not missing:
         return statistic
     return jnp.pad(statistic, ((0, 0), (0, 0), (0, missing)), constant_values=fill)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan(forward._Plan):
+class _Plan(tiles.Plan):
     """Everything static about one launch."""
 
     config: DqConfig
@@ -197,8 +196,8 @@ class _Plan(forward._Plan):
 
     @property
     def accumulators(self) -> dict[str, tuple[int, int]]:
-        tile = (WG_ROWS, self.config.block_kv)
-        return dict(dq=(WG_ROWS, self.head_dim), scores=tile, dp=tile)
+        tile = (tiles.WG_ROWS, self.config.block_kv)
+        return dict(dq=(tiles.WG_ROWS, self.head_dim), scores=tile, dp=tile)
 
 
 class _Scratch(NamedTuple):
@@ -258,32 +257,32 @@ class _Work(NamedTuple):
 
     plan: _Plan
     scratch: _Scratch
-    tile: forward._Tile
+    tile: tiles.Tile
     wg: Int
 
     @property
     def row0(self) -> Int:
         """First query of this consumer."""
-        return self.tile.q_lo + self.wg * WG_ROWS
+        return self.tile.q_lo + self.wg * tiles.WG_ROWS
 
     def my_rows(self, ref):
         """This consumer's rows of the q or dout tile."""
-        return ref.at[pl.ds(self.wg * WG_ROWS, WG_ROWS)]
+        return ref.at[pl.ds(self.wg * tiles.WG_ROWS, tiles.WG_ROWS)]
 
     def k_slot(self, i: Int) -> Int:
-        return forward._rem(i, self.plan.config.k_stages)
+        return tiles.rem(i, self.plan.config.k_stages)
 
     def v_slot(self, i: Int) -> Int:
-        return forward._rem(i, self.plan.config.v_stages)
+        return tiles.rem(i, self.plan.config.v_stages)
 
 
 # --- producer ------------------------------------------------------------------------------------
 
 
-def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: forward._Tile) -> None:
+def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile) -> None:
     """The producer warpgroup: loads everything of this tile, in the order of its use."""
     c, steps = plan.config, jnp.int32(tile.walk.steps)
-    plgpu.set_max_registers(forward._REGISTERS[c.compute_wgs][1], action="decrease")
+    plgpu.set_max_registers(tiles.REGISTERS[c.compute_wgs][1], action="decrease")
     rows = pl.ds(tile.q_lo, c.block_q)
     load_k = functools.partial(
         _load, plan, gmem, tile, gmem.k, gmem.k_tail, scratch.k, scratch.k_ready, scratch.k_consumed
@@ -302,15 +301,15 @@ def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: forward._Tile) -
         gmem.dout.at[tile.batch, rows, tile.head], scratch.dout, scratch.dout_ready
     )
     lax.fori_loop(jnp.int32(0), steps, load_both, ())
-    forward._drain(scratch.k_consumed, steps, c.k_stages)
-    forward._drain(scratch.v_consumed, steps, c.v_stages)
+    tiles.drain(scratch.k_consumed, steps, c.k_stages)
+    tiles.drain(scratch.v_consumed, steps, c.v_stages)
 
 
 def _load(plan, gmem, tile, array, tail, ring, ready, consumed, i: Int) -> None:
     """K or V of step i; the tile that the kv length cuts comes from its clean copy."""
     block_kv, num_slots = plan.config.block_kv, ring.shape[0]
-    head, ki = forward._div(tile.head, plan.q_per_kv), tile.walk.last - i
-    slot = forward._rem(i, num_slots)
+    head, ki = tiles.div(tile.head, plan.q_per_kv), tile.walk.last - i
+    slot = tiles.rem(i, num_slots)
     pl.when(i >= num_slots)(lambda: plgpu.barrier_wait(consumed.at[slot]))
 
     def load(ref, first_key):
@@ -320,7 +319,7 @@ def _load(plan, gmem, tile, array, tail, ring, ready, consumed, i: Int) -> None:
     if tail is None:
         load(array, ki * block_kv)
         return
-    is_cut = ki == forward._div(gmem.kv_lengths[tile.batch], block_kv)
+    is_cut = ki == tiles.div(gmem.kv_lengths[tile.batch], block_kv)
     pl.when(is_cut)(lambda: load(tail, 0))
     pl.when(jnp.logical_not(is_cut))(lambda: load(array, ki * block_kv))
 
@@ -342,10 +341,10 @@ class _Statistics(NamedTuple):
     delta: Any
 
 
-def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: forward._Tile, wg: Int) -> None:
+def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, wg: Int) -> None:
     """A consumer warpgroup: dq of its 64 rows."""
     op, num_wgs = plan.op, plan.config.compute_wgs
-    plgpu.set_max_registers(forward._REGISTERS[num_wgs][0], action="increase")
+    plgpu.set_max_registers(tiles.REGISTERS[num_wgs][0], action="increase")
     work = _Work(plan, scratch, tile, wg)
     statistics = _load_statistics(work, gmem)
     pl.when(wg == 0)(lambda: op.token_pass(jnp.int32(0), num_wgs))
@@ -362,10 +361,10 @@ def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: forward._Tile, w
 
 def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
     # A tile may end past the last row; what is made there is stored nowhere.
-    row0 = lax.min(work.row0, jnp.int32(gmem.lse.shape[-1] - WG_ROWS))
+    row0 = lax.min(work.row0, jnp.int32(gmem.lse.shape[-1] - tiles.WG_ROWS))
 
     def load(ref):
-        rows = ref.at[work.tile.batch, work.tile.head, pl.ds(row0, WG_ROWS)]
+        rows = ref.at[work.tile.batch, work.tile.head, pl.ds(row0, tiles.WG_ROWS)]
         return plgpu.load(rows, layout=mma.ROW_LAYOUT, optimized=False)
 
     lse = load(gmem.lse)
@@ -378,7 +377,7 @@ def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
 
 
 def _zeros(columns: int):
-    return plgpu.layout_cast(jnp.zeros((WG_ROWS, columns), jnp.float32), mma.ACC_LAYOUT)
+    return plgpu.layout_cast(jnp.zeros((tiles.WG_ROWS, columns), jnp.float32), mma.ACC_LAYOUT)
 
 
 def _walk(work: _Work, statistics: _Statistics, *, dq, scores, dp):
@@ -387,8 +386,7 @@ def _walk(work: _Work, statistics: _Statistics, *, dq, scores, dp):
     last = jnp.int32(work.tile.walk.steps) - 1
     step = functools.partial(_step, work, statistics, dq, scores, dp)
     no_ds = _zeros(plan.config.block_kv).astype(plan.dtype)
-    walked: Any = work  # of which the forward's loop reads plan.facts and tile.walk
-    ds = forward._for_each_step(walked, 0, step, no_ds)
+    ds = tiles.for_each_step(plan.facts, work.tile.walk, 0, step, no_ds)
     plan.op.wgmma(dq, ds, scratch.k.at[work.k_slot(last)])
     acc = plan.op.load(dq)
     plgpu.barrier_arrive(scratch.k_consumed.at[work.k_slot(last)])
@@ -411,7 +409,7 @@ def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, m
     op.wgmma(scores, work.my_rows(scratch.q), scratch.k.at[slot].transpose((1, 0)))
     plgpu.barrier_wait(scratch.v_ready.at[v_slot])
     op.wgmma(dp, work.my_rows(scratch.dout), scratch.v.at[v_slot].transpose((1, 0)))
-    op.token_pass(forward._rem(work.wg + 1, c.compute_wgs), c.compute_wgs)
+    op.token_pass(tiles.rem(work.wg + 1, c.compute_wgs), c.compute_wgs)
 
     op.wait(2)
     pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.k_consumed.at[before]))
@@ -439,7 +437,7 @@ def _finish(work: _Work, gmem: _Gmem, dq) -> None:
     if gmem.query_lengths is not None:
         row = work.row0 + plgpu.broadcasted_iota(jnp.int32, dq.shape, 0, layout=mma.ACC_LAYOUT)
         dq = jnp.where(row < gmem.query_lengths[tile.batch], dq, 0.0)
-    out = gmem.dq.at[tile.batch, pl.ds(work.row0, WG_ROWS), tile.head]
+    out = gmem.dq.at[tile.batch, pl.ds(work.row0, tiles.WG_ROWS), tile.head]
     if plan.out_float32:
         out[...] = dq
         return

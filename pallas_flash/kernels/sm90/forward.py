@@ -44,25 +44,20 @@ it must mask, comes from `masks.Bounds` alone. What GPU and interpret mode spell
 
 import dataclasses
 import functools
-import heapq
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import hardware, masks, tile_math
 from pallas_flash.config import ForwardConfig
-from pallas_flash.kernels.sm90 import mma, smem, tails
+from pallas_flash.kernels.sm90 import mma, smem, tails, tiles
 
-WG_ROWS = 64  # query rows of a consumer warpgroup: wgmma's own m
 _SUM_COLS = 8  # columns of the running row sums: 2 a lane, so a step needs no shuffle
-_MAX_SCHEDULED_TILES = 16_384  # beyond, the host's schedule costs more than it balances
-# Registers a thread (consumers, producer), by compute_wgs: 64K in all, multiples of 8.
-_REGISTERS = {2: (240, 24), 3: (160, 32)}
+
 
 Array = Any
 Int = masks.Int
@@ -123,7 +118,7 @@ def flash_forward(
         head_dim_v=v.shape[3],
         dtype=jnp.dtype(q.dtype).name,
         mask=mask,
-        facts=_mask_facts(mask, q_len, kv_len, config),
+        facts=tiles.mask_facts(mask, q_len, kv_len, config),
         config=config,
         num_sms=num_sms,
         interpret=interpret,
@@ -139,10 +134,10 @@ def flash_forward(
         kv_lengths=kv_lengths,
         window=window,
         v_tail=None if kv_lengths is None else tails.tail_tile(v, kv_lengths, config.block_kv),
-        schedule=jnp.asarray(_schedule(plan)) if plan.is_scheduled else None,
+        schedule=jnp.asarray(tiles.schedule(plan)) if plan.is_scheduled else None,
     )
     operands = {name: x for name, x in operands.items() if x is not None}
-    lse_rows = _ceil_div(q_len, WG_ROWS) * WG_ROWS
+    lse_rows = tiles.ceil_div(q_len, tiles.WG_ROWS) * tiles.WG_ROWS
 
     def flash_forward_kernel(*refs, scratch):
         gmem = _Gmem(**dict(zip((*operands, "out", "lse"), refs, strict=True)))
@@ -176,76 +171,11 @@ def forward_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, dt
     return smem.smem_bytes(_scratch(plan))
 
 
-class _MaskFacts(NamedTuple):
-    """What is known of a mask before its run-time numbers.
-
-    Attributes:
-      is_static: it has no run-time numbers.
-      hides: there may be a hidden pair in a tile that is walked.
-      hides_before: there is a lower bound.
-      one_masked_step: every tile needs its mask in the first step at most.
-      sees_at_once: every row sees a key in its tile's first step.
-    """
-
-    is_static: bool = False
-    hides: bool = False
-    hides_before: bool = False
-    one_masked_step: bool = False
-    sees_at_once: bool = False
-
-
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _Plan(tiles.Plan):
     """Everything static about one launch."""
 
     config: ForwardConfig
-    head_dim: int
-    head_dim_v: int
-    dtype: str
-    batch: int = 1
-    q_len: int = 1
-    kv_len: int = 1
-    num_q_heads: int = 1
-    num_kv_heads: int = 1
-    mask: masks.Mask = masks.And()
-    facts: _MaskFacts = _MaskFacts()
-    num_sms: int = hardware.SM90.num_sms
-    interpret: bool = False
-
-    @property
-    def op(self):
-        return mma.ops(self.interpret)
-
-    @property
-    def q_per_kv(self) -> int:
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def num_q_tiles(self) -> int:
-        return _ceil_div(self.q_len, self.config.block_q)
-
-    @property
-    def num_tiles(self) -> int:
-        return self.batch * self.num_q_heads * self.num_q_tiles
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Blocks follow a schedule made on the host, which must know how long tiles are."""
-        return (
-            self.config.persistent
-            and self.facts.is_static
-            and self.num_tiles <= _MAX_SCHEDULED_TILES
-        )
-
-    @property
-    def num_blocks(self) -> int:
-        return min(self.num_sms, self.num_tiles) if self.is_scheduled else self.num_tiles
-
-    @property
-    def head_group(self) -> int:
-        """Consecutive (batch, head) pairs whose tiles are interleaved; divides their number."""
-        heads = self.batch * self.num_q_heads
-        return next(g for g in range(min(self.config.head_group, heads), 0, -1) if heads % g == 0)
 
     @property
     def output_through_q(self) -> bool:
@@ -277,9 +207,9 @@ def _scratch(plan: _Plan) -> _Scratch:
         k=smem.tiled_smem((c.num_stages, c.block_kv, plan.head_dim), dtype),
         v=smem.tiled_smem((c.num_stages, c.block_kv, plan.head_dim_v), dtype),
         out=None if plan.output_through_q else smem.tiled_smem((c.block_q, plan.head_dim_v), dtype),
-        lse=plgpu.SMEM((c.compute_wgs, WG_ROWS), jnp.float32),
+        lse=plgpu.SMEM((c.compute_wgs, tiles.WG_ROWS), jnp.float32),
         accumulators=plan.op.accumulator_scratch(
-            c.compute_wgs, scores=(WG_ROWS, c.block_kv), out=(WG_ROWS, plan.head_dim_v)
+            c.compute_wgs, scores=(tiles.WG_ROWS, c.block_kv), out=(tiles.WG_ROWS, plan.head_dim_v)
         ),
         q_ready=ready(num_barriers=c.q_stages),
         q_consumed=consumed(num_barriers=c.q_stages),
@@ -306,202 +236,24 @@ class _Gmem(NamedTuple):
     schedule: Any = None
 
 
-# --- which tiles, which keys ---------------------------------------------------------------------
-
-
-def _div(a: Int, b: int) -> Int:
-    """a // b for a >= 0."""
-    return a // b if isinstance(a, int) else lax.div(a, jnp.int32(b))
-
-
-def _rem(a: Int, b: int) -> Int:
-    return a % b if isinstance(a, int) else lax.rem(a, jnp.int32(b))
-
-
-def _ceil_div(a: Int, b: int) -> Int:
-    return _div(a + (b - 1), b)
-
-
-class _Walk(NamedTuple):
-    """The keys of one q tile: step i takes kv tile `last - i`.
-
-    Steps [0, masked) need the mask, in [masked, unmasked) everything is allowed, [unmasked, steps)
-    need the mask again; the last interval is empty without a lower bound.
-    """
-
-    last: Int
-    masked: Int
-    unmasked: Int
-    steps: Int
-
-
-def _walk(bounds: masks.Bounds, q_lo: Int, q_hi: Int, kv_len: int, block_kv: int) -> _Walk:
-    """The walk of queries [q_lo, q_hi): at least one step, hidden where they see nothing."""
-    any_lo, any_hi = bounds.kv_any(q_lo, q_hi, kv_len)
-    all_lo, all_hi = bounds.kv_all(q_lo, q_hi, kv_len)
-    end: Any = masks.larger(1, _ceil_div(any_hi, block_kv))
-    masked = end - _div(all_hi, block_kv)
-    if bounds.lower is None:
-        return _Walk(last=end - 1, masked=masked, unmasked=end, steps=end)
-    steps = end - masks.smaller(_div(any_lo, block_kv), end - 1)
-    masked = masks.smaller(masked, steps)
-    unmasked = masks.smaller(masks.larger(end - _ceil_div(all_lo, block_kv), masked), steps)
-    return _Walk(last=end - 1, masked=masked, unmasked=unmasked, steps=steps)
-
-
-def _with_ragged_end(bounds: masks.Bounds, kv_len: int, block_kv: int) -> masks.Bounds:
-    """Bounds that also hide the keys past kv_len in the last tile (lengths never exceed it)."""
-    if kv_len % block_kv == 0 or bounds.kv_end is not None:
-        return bounds
-    return dataclasses.replace(bounds, kv_end=kv_len)
-
-
-@functools.lru_cache(maxsize=256)
-def _mask_facts(mask: masks.Mask, q_len: int, kv_len: int, config: ForwardConfig) -> _MaskFacts:
-    probe = masks.MaskValues(*[np.int32(0)] * len(masks.MaskValues._fields))
-    with jax.ensure_compile_time_eval():
-        bounds = _with_ragged_end(mask.bounds(probe), kv_len, config.block_kv)
-    present = [b for b in dataclasses.astuple(bounds) if b is not None]
-    hides_before = bounds.lower is not None
-    if hides_before or not all(isinstance(b, int) for b in present):
-        return _MaskFacts(False, True, hides_before, False, False)
-    one_masked_step = sees_at_once = True
-    for q_lo in range(0, q_len, config.block_q):
-        q_hi = min(q_lo + config.block_q, q_len)
-        walk = _walk(bounds, q_lo, q_hi, kv_len, config.block_kv)
-        _, least_hi = bounds.kv_any(q_lo, q_lo + 1, kv_len)  # without a lower bound it only grows
-        one_masked_step &= walk.masked <= 1
-        sees_at_once &= least_hi > walk.last * config.block_kv
-    return _MaskFacts(True, bool(present), False, one_masked_step, sees_at_once)
-
-
-def _place(plan: _Plan, t: Int) -> tuple[Int, Int]:
-    """Tile number -> (batch * num_q_heads + head, q tile): longest first within a head group."""
-    if not plan.facts.hides:
-        return _div(t, plan.num_q_tiles), _rem(t, plan.num_q_tiles)
-    group_tiles = plan.num_q_tiles * plan.head_group
-    group, rest = _div(t, group_tiles), _rem(t, group_tiles)
-    qi = (plan.num_q_tiles - 1) - _div(rest, plan.head_group)
-    return group * plan.head_group + _rem(rest, plan.head_group), qi
-
-
-def _walk_of(plan: _Plan, bounds: masks.Bounds, qi: Int) -> _Walk:
-    block_q = plan.config.block_q
-    q_hi = masks.smaller((qi + 1) * block_q, plan.q_len)
-    return _walk(bounds, qi * block_q, q_hi, plan.kv_len, plan.config.block_kv)
-
-
-@functools.lru_cache(maxsize=64)
-def _schedule(plan: _Plan) -> np.ndarray:
-    """Tiles of each block, [num_blocks, most tiles of a block + 1], filled up with num_tiles.
-
-    What a dynamic scheduler would do: the next tile to the block that is free first. A tile costs
-    its steps and one more. 30 % faster than a fixed stride at head_dim 128, causal, on an H200.
-    """
-    bounds = _with_ragged_end(
-        plan.mask.bounds(masks.MaskValues()), plan.kv_len, plan.config.block_kv
-    )
-    cost = [1 + _walk_of(plan, bounds, qi).steps for qi in range(plan.num_q_tiles)]
-    heap = [(0, block) for block in range(plan.num_blocks)]
-    rows = [[] for _ in heap]
-    for t in range(plan.num_tiles):
-        busy, block = heapq.heappop(heap)
-        rows[block].append(t)
-        heapq.heappush(heap, (busy + cost[_place(plan, t)[1]], block))
-    table = np.full((plan.num_blocks, max(map(len, rows)) + 1), plan.num_tiles, np.int32)
-    for row, tiles in zip(table, rows, strict=True):
-        row[: len(tiles)] = tiles
-    return table
-
-
-class _Tile(NamedTuple):
-    """One q tile as both roles see it.
-
-    Attributes:
-      batch, head, q_lo: where it is.
-      bounds: of its batch row.
-      walk: its keys.
-      turn: tiles this block did before.
-      step0: steps this block did before.
-    """
-
-    batch: Int
-    head: Int
-    q_lo: Int
-    bounds: masks.Bounds
-    walk: _Walk
-    turn: Int
-    step0: Int
-
-
-def _tile(plan: _Plan, gmem: _Gmem, t: Int, turn: Int, step0: Int) -> _Tile:
-    batch_head, qi = _place(plan, t)
-    batch = _div(batch_head, plan.num_q_heads)
-    values = masks.MaskValues(
-        query_length=None if gmem.query_lengths is None else gmem.query_lengths[batch],
-        kv_length=None if gmem.kv_lengths is None else gmem.kv_lengths[batch],
-        window_left=None if gmem.window is None else gmem.window[0],
-        window_right=None if gmem.window is None else gmem.window[1],
-    )
-    bounds = _with_ragged_end(plan.mask.bounds(values), plan.kv_len, plan.config.block_kv)
-    return _Tile(
-        batch=batch,
-        head=_rem(batch_head, plan.num_q_heads),
-        q_lo=qi * plan.config.block_q,
-        bounds=bounds,
-        walk=_walk_of(plan, bounds, qi),
-        turn=turn,
-        step0=step0,
-    )
-
-
-def _for_each_tile(plan: _Plan, gmem: _Gmem, do_tile) -> tuple[Int, Int]:
-    """do_tile(tile) for each tile of this block; returns (tiles, steps) done."""
-    block, zero = lax.axis_index("block"), jnp.int32(0)
-    if not plan.is_scheduled:
-        tile = _tile(plan, gmem, block, zero, zero)
-        do_tile(tile)
-        return jnp.int32(1), jnp.int32(tile.walk.steps)
-    last = jnp.int32(gmem.schedule.shape[1] - 1)
-
-    def do_next(state):
-        t, turn, step0 = state
-        tile = _tile(plan, gmem, t, turn, step0)
-        following = gmem.schedule[block, lax.min(turn + 1, last)]
-        do_tile(tile)
-        return following, turn + 1, step0 + tile.walk.steps
-
-    first = (gmem.schedule[block, zero], zero, zero)
-    _, tiles, steps = lax.while_loop(lambda state: state[0] < plan.num_tiles, do_next, first)
-    return tiles, steps
-
-
 # --- producer ------------------------------------------------------------------------------------
 
 
 def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch) -> None:
     """The producer warpgroup: loads Q, K and V of every tile of this block."""
     c = plan.config
-    plgpu.set_max_registers(_REGISTERS[c.compute_wgs][1], action="decrease")
-    tiles, steps = _for_each_tile(plan, gmem, functools.partial(_produce_tile, plan, gmem, scratch))
-    _drain(scratch.q_consumed, tiles, c.q_stages)
-    _drain(scratch.k_consumed, steps, c.num_stages)
-    _drain(scratch.v_consumed, steps, c.num_stages)
+    plgpu.set_max_registers(tiles.REGISTERS[c.compute_wgs][1], action="decrease")
+    tiles_done, steps = tiles.for_each_tile(
+        plan, gmem, functools.partial(_produce_tile, plan, gmem, scratch)
+    )
+    tiles.drain(scratch.q_consumed, tiles_done, c.q_stages)
+    tiles.drain(scratch.k_consumed, steps, c.num_stages)
+    tiles.drain(scratch.v_consumed, steps, c.num_stages)
 
 
-def _drain(consumed, count: Int, num_slots: int) -> None:
-    """Waits until the last `num_slots` of `count` uses are over: none is left in flight."""
-
-    def wait(i, _):
-        plgpu.barrier_wait(consumed.at[_rem(i, num_slots)])
-        return ()
-
-    lax.fori_loop(lax.max(count - num_slots, jnp.int32(0)), count, wait, ())
-
-
-def _produce_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: _Tile) -> None:
+def _produce_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile) -> None:
     c = plan.config
-    slot = _rem(tile.turn, c.q_stages)
+    slot = tiles.rem(tile.turn, c.q_stages)
     pl.when(tile.turn >= c.q_stages)(lambda: plgpu.barrier_wait(scratch.q_consumed.at[slot]))
     plgpu.copy_gmem_to_smem(
         gmem.q.at[tile.batch, pl.ds(tile.q_lo, c.block_q), tile.head],
@@ -528,13 +280,13 @@ def _produce_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: _Tile) -> N
 def _free_slot(plan: _Plan, consumed, step: Int) -> Int:
     """The ring slot of this step (of the block), once its last use is over."""
     num_stages = plan.config.num_stages
-    slot = _rem(step, num_stages)
+    slot = tiles.rem(step, num_stages)
     pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(consumed.at[slot]))
     return slot
 
 
-def _load_k(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: _Tile, i: Int) -> None:
-    block_kv, head = plan.config.block_kv, _div(tile.head, plan.q_per_kv)
+def _load_k(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, i: Int) -> None:
+    block_kv, head = plan.config.block_kv, tiles.div(tile.head, plan.q_per_kv)
     slot = _free_slot(plan, scratch.k_consumed, tile.step0 + i)
     keys = pl.ds((tile.walk.last - i) * block_kv, block_kv)
     plgpu.copy_gmem_to_smem(
@@ -542,9 +294,9 @@ def _load_k(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: _Tile, i: Int) ->
     )
 
 
-def _load_v(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: _Tile, i: Int) -> None:
+def _load_v(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, i: Int) -> None:
     """V of step i; the tile that the kv length cuts comes from its clean copy."""
-    block_kv, head = plan.config.block_kv, _div(tile.head, plan.q_per_kv)
+    block_kv, head = plan.config.block_kv, tiles.div(tile.head, plan.q_per_kv)
     slot = _free_slot(plan, scratch.v_consumed, tile.step0 + i)
     ki = tile.walk.last - i
 
@@ -558,7 +310,7 @@ def _load_v(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: _Tile, i: Int) ->
     if gmem.v_tail is None:
         load(gmem.v, ki * block_kv)
         return
-    is_cut = ki == _div(gmem.kv_lengths[tile.batch], block_kv)
+    is_cut = ki == tiles.div(gmem.kv_lengths[tile.batch], block_kv)
     pl.when(is_cut)(lambda: load(gmem.v_tail, 0))
     pl.when(jnp.logical_not(is_cut))(lambda: load(gmem.v, ki * block_kv))
 
@@ -577,24 +329,24 @@ class _Work(NamedTuple):
     plan: _Plan
     scratch: _Scratch
     wg: Int
-    tile: _Tile
+    tile: tiles.Tile
     q: Any
     scale2: Any
 
     def slot(self, i: Int) -> Int:
         """The ring slot of step i."""
-        return _rem(self.tile.step0 + i, self.plan.config.num_stages)
+        return tiles.rem(self.tile.step0 + i, self.plan.config.num_stages)
 
     def take_token(self) -> None:
         self.plan.op.token_take(self.wg)
 
     def pass_token(self) -> None:
         num_wgs = self.plan.config.compute_wgs
-        self.plan.op.token_pass(_rem(self.wg + 1, num_wgs), num_wgs)
+        self.plan.op.token_pass(tiles.rem(self.wg + 1, num_wgs), num_wgs)
 
     def with_scores(self, body):
         """body(scores=accumulator [64, block_kv] of zeros)."""
-        shape = (WG_ROWS, self.plan.config.block_kv)
+        shape = (tiles.WG_ROWS, self.plan.config.block_kv)
         accumulators = self.scratch.accumulators
         return self.plan.op.with_accumulators(body, accumulators, self.wg, scores=shape)
 
@@ -617,19 +369,19 @@ class _Growth(NamedTuple):
 def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int) -> None:
     """A consumer warpgroup: its 64 rows of every tile of this block."""
     num_wgs = plan.config.compute_wgs
-    plgpu.set_max_registers(_REGISTERS[num_wgs][0], action="increase")
+    plgpu.set_max_registers(tiles.REGISTERS[num_wgs][0], action="increase")
     pl.when(wg == 0)(lambda: plan.op.token_pass(jnp.int32(0), num_wgs))
-    _for_each_tile(plan, gmem, functools.partial(_consume_tile, plan, gmem, scratch, wg))
+    tiles.for_each_tile(plan, gmem, functools.partial(_consume_tile, plan, gmem, scratch, wg))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _consume_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int, tile: _Tile) -> None:
-    slot = _rem(tile.turn, plan.config.q_stages)
-    q = scratch.q.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)]
+def _consume_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int, tile: tiles.Tile) -> None:
+    slot = tiles.rem(tile.turn, plan.config.q_stages)
+    q = scratch.q.at[slot, pl.ds(wg * tiles.WG_ROWS, tiles.WG_ROWS)]
     work = _Work(plan, scratch, wg, tile, q, gmem.scale2[tile.batch])
     softmax = _Softmax(
-        plgpu.layout_cast(jnp.full((WG_ROWS,), -jnp.inf, jnp.float32), mma.ROW_LAYOUT),
-        plgpu.layout_cast(jnp.full((WG_ROWS, _SUM_COLS), 0.0, jnp.float32), mma.ACC_LAYOUT),
+        plgpu.layout_cast(jnp.full((tiles.WG_ROWS,), -jnp.inf, jnp.float32), mma.ROW_LAYOUT),
+        plgpu.layout_cast(jnp.full((tiles.WG_ROWS, _SUM_COLS), 0.0, jnp.float32), mma.ACC_LAYOUT),
     )
     plgpu.barrier_wait(scratch.q_ready.at[slot])
     attend = _attend_overlapped if plan.config.overlap else _attend_in_turn
@@ -637,34 +389,16 @@ def _consume_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int, tile: _T
         functools.partial(attend, work, softmax),
         scratch.accumulators,
         wg,
-        out=(WG_ROWS, plan.head_dim_v),
+        out=(tiles.WG_ROWS, plan.head_dim_v),
     )
     _finish(work, gmem, slot, acc, softmax)
-
-
-def _for_each_step(work: _Work, first: int, step, carry):
-    """carry = step(i, carry, masked=...) for the steps from `first` on; step 0 is masked."""
-    facts, walk = work.plan.facts, work.tile.walk
-
-    def loop(start, stop, masked, carry):
-        body = functools.partial(step, masked=masked)
-        return lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
-
-    start = first
-    if facts.hides and not (first == 1 and facts.one_masked_step):
-        start = masks.larger(first, walk.masked)
-        carry = loop(first, start, True, carry)
-    carry = loop(start, walk.unmasked, False, carry)
-    if facts.hides_before:
-        carry = loop(masks.larger(start, walk.unmasked), walk.steps, True, carry)
-    return carry
 
 
 def _softmax_step(work: _Work, i: Int, scores, softmax: _Softmax, *, masked: bool):
     """One step of the online softmax: (softmax, weights float32 [64, block_kv], growth)."""
     plan, tile, threshold = work.plan, work.tile, work.plan.config.rescale_threshold
     if masked:
-        q0 = tile.q_lo + work.wg * WG_ROWS
+        q0 = tile.q_lo + work.wg * tiles.WG_ROWS
         kv0 = (tile.walk.last - i) * plan.config.block_kv
         scores = plan.op.hide_outside(scores, tile.bounds, q0, kv0, q_axis=0)
     grown = tile_math.grown_max(scores, work.scale2, softmax.row_max)
@@ -712,7 +446,9 @@ def _attend_overlapped(work: _Work, softmax: _Softmax, *, out):
         work, jnp.int32(0), scores, softmax, masked=work.plan.facts.hides
     )
     step = functools.partial(_step_overlapped, work, out)
-    softmax, weights = _for_each_step(work, 1, step, (softmax, weights.astype(dtype)))
+    softmax, weights = tiles.for_each_step(
+        work.plan.facts, work.tile.walk, 1, step, (softmax, weights.astype(dtype))
+    )
     plgpu.barrier_wait(scratch.v_ready.at[work.slot(last)])
     _issue_pv(work, out, weights, last)
     acc = work.plan.op.load(out)
@@ -757,7 +493,9 @@ def _next_scores(work: _Work, out, weights, i: Int, *, scores):
 def _attend_in_turn(work: _Work, softmax: _Softmax, *, out):
     """QK, softmax, PV, one after the other; other warpgroups fill the tensor cores meanwhile."""
     work.take_token()
-    softmax = _for_each_step(work, 0, functools.partial(_step_in_turn, work, out), softmax)
+    softmax = tiles.for_each_step(
+        work.plan.facts, work.tile.walk, 0, functools.partial(_step_in_turn, work, out), softmax
+    )
     work.pass_token()
     return work.plan.op.load(out), softmax
 
@@ -792,17 +530,17 @@ def _finish(work: _Work, gmem: _Gmem, slot: Int, acc, softmax: _Softmax) -> None
     if plan.output_through_q:
         staged = work.q
     else:
-        staged = scratch.out.at[pl.ds(work.wg * WG_ROWS, WG_ROWS)]
+        staged = scratch.out.at[pl.ds(work.wg * tiles.WG_ROWS, tiles.WG_ROWS)]
         plgpu.barrier_arrive(scratch.q_consumed.at[slot])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # stores of the tile before
     out = acc * tile_math.spread(tile_math.reciprocal_sum(row_sum), acc.shape)
     staged[...] = out.astype(plan.dtype)
     scratch.lse.at[work.wg][...] = tile_math.log_sum_exp(softmax.row_max, row_sum)
     plgpu.commit_smem()
-    row0 = tile.q_lo + work.wg * WG_ROWS
+    row0 = tile.q_lo + work.wg * tiles.WG_ROWS
 
     def store():
-        rows = pl.ds(row0, WG_ROWS)
+        rows = pl.ds(row0, tiles.WG_ROWS)
         plgpu.copy_smem_to_gmem(staged, gmem.out.at[tile.batch, rows, tile.head])
         lse = gmem.lse.at[tile.batch, tile.head, rows]
         plgpu.copy_smem_to_gmem(scratch.lse.at[work.wg], lse)

@@ -52,7 +52,7 @@ def default_sizes(on_gpu: bool) -> Sizes:
     """About two minutes on two CPU cores; on a GPU a sequence where attention is a large part."""
     if on_gpu:
         return Sizes(
-            seq=8192, batch=4, layers=16, width=1024, heads=8, steps=300, lr=6e-4, dtype="bfloat16"
+            seq=8192, batch=2, layers=16, width=1024, heads=16, steps=300, lr=6e-4, dtype="bfloat16"
         )
     return Sizes(
         seq=256, batch=4, layers=2, width=128, heads=4, steps=500, lr=3e-3, dtype="float32"

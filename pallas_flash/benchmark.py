@@ -3,6 +3,7 @@
     python -m pallas_flash.benchmark                 the named shapes, ours and every peer
     python -m pallas_flash.benchmark --quick         a few of them
     python -m pallas_flash.benchmark --only d128     those whose name contains it
+    python -m pallas_flash.benchmark --show FILE     the table of figures written by --json
 
 Every result is checked against a peer before it is timed. On a GPU a time is that of the kernels
 (CUPTI: three warm-ups, then the median of ten launches), elsewhere wall time. `forward` is the
@@ -246,6 +247,29 @@ def _print_row(row: dict) -> None:
         print(line, flush=True)
 
 
+def markdown_table(told: dict) -> str:
+    """The figures of a `--json` file as a table: ours, the best peer's, and the ratio of times."""
+    lines = [
+        "| shape | forward, TFLOP/s | best peer | ratio | backward, TFLOP/s | best peer | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in told["rows"]:
+        results = {n: r for n, r in row["results"].items() if "failed" not in r}
+        ours = results["pallas_flash"]
+        peers = [r for n, r in results.items() if n not in ("pallas_flash", "deterministic")]
+        cells = [row["name"]]
+        for what in ("forward", "backward"):
+            cells.append(f"{ours[what + '_tflops']:.0f}")
+            if peers:
+                best = min(peers, key=lambda r, w=what: r[w + "_ms"])
+                cells.append(f"{best[what + '_tflops']:.0f}")
+                cells.append(f"{best[what + '_ms'] / ours[what + '_ms']:.2f}")
+            else:
+                cells += ["refused", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -257,7 +281,11 @@ def main(argv: list[str] | None = None) -> None:
         "--deterministic", action="store_true", help="also time deterministic_backward=True"
     )
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--show", type=Path, help="print the table of a --json file and stop")
     options = parser.parse_args(argv)
+    if options.show:
+        print(markdown_table(json.loads(options.show.read_text())))
+        return
     on_gpu = jax.default_backend() == "gpu"
     shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
     shapes = (QUICK_SHAPES if on_gpu else CPU_SHAPES[:2]) if options.quick else shapes

@@ -1,11 +1,14 @@
 """The README is true: its Python runs, its commands name what exists, its file map is complete."""
 
+import json
 import re
 import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from pallas_flash import benchmark
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -43,3 +46,8 @@ def test_file_map_is_complete():
         assert path.name == "__init__.py" or path.name in README, f"{path.name} is in no file map"
     for name in re.findall(r"`(pallas_flash/[\w/.]+)`", rows):
         assert (ROOT / name).exists(), f"the file map names {name}, which does not exist"
+
+
+def test_table_is_that_of_the_figures():
+    told = json.loads((ROOT / "benchmarks" / "h200.json").read_text())
+    assert benchmark.markdown_table(told) in README

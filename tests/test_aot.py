@@ -108,13 +108,13 @@ def test_compiles_clean(head_dim):
         # A deterministic call shares its forward with the other, and newer JAX compiles it once.
         assert len(kernels) - len(backward) == 1 or True in case, "forward"
         for kernel in kernels:
-            row = _row(kernel.name, *case[:2], mask=case[2], dtype=case[3])
+            row = _row(kernel.name, *case[:2], mask=case[2])
             assert not kernel.notes, f"{case} {kernel.name}: tensor core work is serialized"
             assert kernel.spill_bytes <= row.spill_bytes, f"{case} {kernel}, recorded: {row}"
 
 
-def _row(kernel_name, head_dim, head_dim_v, *, mask, dtype):
+def _row(kernel_name, head_dim, head_dim_v, *, mask):
     if "dq" in kernel_name:
         return tuned.tuned_dq(head_dim, head_dim_v)
     find = tuned.tuned_backward if "backward" in kernel_name else tuned.tuned_forward
-    return find(head_dim, head_dim_v, is_masked=mask != "full", dtype=dtype)
+    return find(head_dim, head_dim_v, is_masked=mask != "full")

@@ -121,7 +121,7 @@ def test_rows_without_keys_have_no_gradient():
 @pytest.mark.parametrize("head_dim", tuned.HEAD_DIMS)
 @pytest.mark.parametrize("head_dim_v", tuned.HEAD_DIMS)
 def test_tuned_configs_fit(head_dim, head_dim_v):
-    config = tuned.dq_config(head_dim, head_dim_v)
+    config = tuned.tuned_dq(head_dim, head_dim_v).config
     needed = backward_dq.dq_smem_bytes(config, head_dim, head_dim_v, jnp.bfloat16)
     assert needed <= hardware.SM90.smem_bytes
 

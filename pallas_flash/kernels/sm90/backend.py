@@ -172,7 +172,6 @@ def _tuning_key(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
         head_dim=arrays.q.shape[-1],
         head_dim_v=arrays.v.shape[-1],
         is_masked=bool(problem.mask.parts()) or is_ragged,
-        dtype=arrays.q.dtype,
     )
 
 
@@ -184,7 +183,7 @@ def forward(problem: Problem, operands: Operands):
 
 
 def _run_forward(problem: Problem, arrays: _Arrays):
-    config = tuned.forward_config(**_tuning_key(problem, arrays))
+    config = tuned.tuned_forward(**_tuning_key(problem, arrays)).config
     out, lse = forward_kernel.flash_forward(
         arrays.q,
         arrays.k,
@@ -222,7 +221,7 @@ def _run_backward(problem: Problem, arrays: _Arrays, scale, query, dout, lse, de
 
     The kernels' own dq is of the logits before any scale, float32.
     """
-    config = tuned.backward_config(**_tuning_key(problem, arrays))
+    config = tuned.tuned_backward(**_tuning_key(problem, arrays)).config
     inputs = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
     deterministic = problem.deterministic_backward
     dq, dk, dv = backward_kernel.flash_backward(
@@ -235,7 +234,7 @@ def _run_backward(problem: Problem, arrays: _Arrays, scale, query, dout, lse, de
     if deterministic:
         dq = dq_kernel.flash_backward_dq(
             *inputs,
-            config=tuned.dq_config(arrays.q.shape[-1], arrays.v.shape[-1]),
+            config=tuned.tuned_dq(arrays.q.shape[-1], arrays.v.shape[-1]).config,
             out_float32=not scaled,
             **_mask_arguments(problem, arrays),
         )

@@ -8,6 +8,7 @@ analogy with its neighbours, and is to be measured.
 """
 
 import dataclasses
+
 from pallas_flash.config import BackwardConfig, DqConfig, ForwardConfig
 
 

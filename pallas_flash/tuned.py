@@ -1,7 +1,7 @@
 """The tuned numbers, and nothing else: which configuration a problem runs with.
 
-Rows are by (head_dim, head_dim_v), each 64, 128, 192 or 256; forward and backward have one for calls
-without a mask and one for calls with one. Beside a row stands the figure that speaks for it:
+Rows are by (head_dim, head_dim_v), each 64, 128, 192 or 256; forward and backward have one for
+calls without a mask and one for calls with one. Beside a row stands the figure that speaks for it:
 TFLOP/s on an H200, 2026-11-29, bfloat16, 16,384 tokens, model width 2048, T 8192, JAX 0.11.2, CUPTI
 median of a short burst. A row without a figure was chosen because it compiles clean and fits, by
 analogy with its neighbours, and is to be measured.

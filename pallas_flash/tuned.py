@@ -108,7 +108,7 @@ _DQ = {
     (256, 64): Tuned(DqConfig()),
     (256, 128): Tuned(DqConfig()),
     (256, 192): Tuned(DqConfig()),
-    (256, 256): Tuned(DqConfig(v_stages=1), spill_bytes=32),  # 629 full, 655 causal
+    (256, 256): Tuned(DqConfig(v_stages=1), spill_bytes=40),  # 629 full, 655 causal
 }
 
 

@@ -33,8 +33,8 @@ def assert_close(got, oracle, plain, dtype, what: str, *, floor: float = 0.0) ->
     limit *= max(_largest(oracle, infinite), floor)
     if plain is not None:
         plain = np.asarray(plain, np.float64)
-        limit += PLAIN_FACTOR * _largest(plain - np.where(infinite, plain, oracle), infinite)
-    errors = np.abs(np.where(infinite, 0.0, got) - np.where(infinite, 0.0, oracle))
+        limit += PLAIN_FACTOR * _distances(plain, oracle, infinite).max(initial=0.0)
+    errors = _distances(got, oracle, infinite)
     error = errors.max(initial=0.0)
     if error > limit:
         at = tuple(int(i) for i in np.unravel_index(errors.argmax(), errors.shape))
@@ -42,6 +42,10 @@ def assert_close(got, oracle, plain, dtype, what: str, *, floor: float = 0.0) ->
             f"{what}: error {error:.3g} at {at} (got {got[at]:.6g}, should be {oracle[at]:.6g}), "
             f"allowed {limit:.3g} in {jnp.dtype(dtype).name}"
         )
+
+
+def _distances(x, y, ignore) -> np.ndarray:
+    return np.abs(np.where(ignore, 0.0, x) - np.where(ignore, 0.0, y))
 
 
 def _largest(x, ignore) -> float:

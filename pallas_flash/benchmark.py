@@ -5,11 +5,11 @@
     python -m pallas_flash.benchmark --only d128     those whose name contains it
     python -m pallas_flash.benchmark --show FILE     the table of figures written by --json
 
-Every result is checked against a peer before it is timed. On a GPU a time is that of the kernels
+Every result is checked before it is timed, against a peer or, where none takes the shape, against
+our other backward (`--deterministic`). On a GPU a time is that of the kernels
 (CUPTI: three warm-ups, then the median of ten launches), elsewhere wall time. `forward` is the
 call alone, `backward` is forward+backward minus forward, so it includes everything a gradient
-needs. Burst figures like these are above what a power-limited card holds for seconds, for every
-implementation alike: read the ratios.
+needs. These are bursts, not what a power-limited card holds for seconds: read the ratios.
 """
 
 import argparse

@@ -66,8 +66,8 @@ _ROLES = BackwardConfig(split="roles", block_kv=64)
 
 _BACKWARD = {
     (64, 64): (  # 556 full, 551 causal
-        Tuned(_KEYS_64, spill_bytes=48),  # 40 where heads share keys, 12 else
-        Tuned(_KEYS_64, spill_bytes=64),  # 60 with lengths, 12 causal
+        Tuned(_KEYS_64, spill_bytes=48),  # 40 with lengths, 36 where 4 heads share keys, 4 else
+        Tuned(_KEYS_64, spill_bytes=64),  # 60 with lengths, 12 causal, for 2 heads a kv head
     ),
     (128, 128): (  # 630 full, 625 causal
         Tuned(_KEYS_128),

@@ -2,7 +2,7 @@
 
 `kernels_of` runs this file as a program in a process of its own: the compiler's log goes to the
 process's standard output, the environment must be set before jax is imported, and a compiler that
-aborts takes nothing with it. `lower_for_cuda` stops before the compiler and needs no plugin.
+aborts takes nothing with it.
 """
 
 import ctypes
@@ -138,22 +138,6 @@ def parse_ptxas_log(log: str) -> list[Kernel]:
     if named != len(notes):
         raise ValueError(f"cannot tell which kernels these notes are about: {notes}")
     return kernels
-
-
-def lower_for_cuda(fn, *args, x64: bool = False) -> str:
-    """The CUDA lowering of fn as text; needs no GPU. Layouts and shared memory are checked here.
-
-    Args:
-      fn: jitted or not.
-      *args: anything with a shape and a dtype, in pytrees.
-      x64: lower as under jax_enable_x64.
-    """
-    import jax
-
-    with jax.enable_x64(x64):
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-        fn = fn if hasattr(fn, "trace") else jax.jit(fn)
-        return fn.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def _compile(factory: str, cases: list[Any]) -> None:

@@ -50,7 +50,7 @@ from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import backward_keys, backward_roles
 from pallas_flash.kernels.sm90.backward_common import Block, Gmem, Launch
-from pallas_flash.kernels.sm90.smem import check_smem, smem_bytes
+from pallas_flash.kernels.sm90.smem import check_smem
 from pallas_flash.kernels.sm90.tails import tail_tile
 
 _SPLITS = dict(keys=backward_keys, roles=backward_roles)
@@ -140,11 +140,6 @@ def flash_backward(
         return None, *_run(launch, operands)
     dq, dk, dv = _run_adding_dq(launch, operands, _zero_dq(launch, delta))
     return _ordered_dq(launch, dq)[:, : q.shape[1]], dk, dv
-
-
-def backward_smem_bytes(launch: Launch) -> int:
-    """Shared memory of one block on a GPU, counted from the declaration that is launched."""
-    return smem_bytes(_gpu_scratch(launch))
 
 
 def _gpu_scratch(launch: Launch) -> dict[str, Any]:

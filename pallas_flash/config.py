@@ -60,12 +60,15 @@ class BackwardConfig:
       block_q: queries a step.
       block_kv: keys of a block.
       num_stages: slots of the q and dout ring.
+      head_group: kv heads whose blocks are interleaved, where several query heads share one and
+        walks differ: the longest of all of them come first, which balances the end of a launch.
     """
 
     split: str = "keys"
     block_q: int = 64
     block_kv: int = 128
     num_stages: int = 2
+    head_group: int = 2
 
     def __post_init__(self):
         _require(self.split in ("keys", "roles"), f"split={self.split!r} must be keys or roles")
@@ -75,6 +78,7 @@ class BackwardConfig:
             f"block_kv={self.block_kv} must be 128 with split='keys', 64 with split='roles'",
         )
         _require(self.num_stages >= 2, f"num_stages={self.num_stages} must be at least 2")
+        _require(self.head_group >= 1, f"head_group={self.head_group} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

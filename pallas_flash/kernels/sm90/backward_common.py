@@ -18,7 +18,7 @@ from pallas_flash import masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import mma
 from pallas_flash.kernels.sm90.smem import tiled_smem
-from pallas_flash.kernels.sm90.tiles import div
+from pallas_flash.kernels.sm90.tiles import div, fitting_group, interleaved
 
 CONSUMERS = 2  # warpgroups that compute; one more loads
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -96,6 +96,16 @@ class Launch:
     @property
     def num_blocks(self) -> int:
         return self.batch * self.num_kv_heads * self.num_kv_blocks
+
+    @property
+    def head_group(self) -> int:
+        """Consecutive (batch, kv head) pairs whose blocks are interleaved.
+
+        One where walks are short against the launch, or equally long: then L2 is worth more.
+        """
+        if self.q_per_kv == 1 or not self.mask.parts():
+            return 1
+        return fitting_group(self.config.head_group, self.batch * self.num_kv_heads)
 
 
 class Walk(NamedTuple):
@@ -193,10 +203,9 @@ def unhoisted(part: Int, rows: int, i: Int):
 
 
 def find_walk(launch: Launch, gmem: Gmem) -> Walk:
-    """The walk of this block. Keys ascend within a head: the longest causal walks come first."""
+    """The walk of this block. Keys ascend in a group of heads: longest causal walks come first."""
     block_q, block_kv = launch.config.block_q, launch.config.block_kv
-    block = lax.axis_index("block")
-    pair, ki = div(block, launch.num_kv_blocks), lax.rem(block, jnp.int32(launch.num_kv_blocks))
+    pair, ki = interleaved(lax.axis_index("block"), launch.num_kv_blocks, launch.head_group)
     b, kv_head = div(pair, launch.num_kv_heads), lax.rem(pair, jnp.int32(launch.num_kv_heads))
     kv0 = ki * block_kv
 

@@ -97,8 +97,7 @@ class Plan:
     @property
     def head_group(self) -> int:
         """Consecutive (batch, head) pairs whose tiles are interleaved; divides their number."""
-        heads = self.batch * self.num_q_heads
-        return next(g for g in range(min(self.config.head_group, heads), 0, -1) if heads % g == 0)
+        return fitting_group(self.config.head_group, self.batch * self.num_q_heads)
 
 
 def div(a: Int, b: int) -> Int:
@@ -171,10 +170,19 @@ def place(plan: Plan, t: Int) -> tuple[Int, Int]:
     """Tile number -> (batch * num_q_heads + head, q tile): longest first within a head group."""
     if not plan.facts.hides:
         return div(t, plan.num_q_tiles), rem(t, plan.num_q_tiles)
-    group_tiles = plan.num_q_tiles * plan.head_group
-    group, rest = div(t, group_tiles), rem(t, group_tiles)
-    qi = (plan.num_q_tiles - 1) - div(rest, plan.head_group)
-    return group * plan.head_group + rem(rest, plan.head_group), qi
+    batch_head, rank = interleaved(t, plan.num_q_tiles, plan.head_group)
+    return batch_head, (plan.num_q_tiles - 1) - rank
+
+
+def interleaved(t: Int, num_tiles: int, head_group: int) -> tuple[Int, Int]:
+    """Tile number -> (pair of batch and head, tile): of a group, first all tiles 0, then all 1."""
+    group, rest = div(t, num_tiles * head_group), rem(t, num_tiles * head_group)
+    return group * head_group + rem(rest, head_group), div(rest, head_group)
+
+
+def fitting_group(head_group: int, pairs: int) -> int:
+    """The largest number of pairs up to `head_group` that divides them all."""
+    return next(g for g in range(min(head_group, pairs), 0, -1) if pairs % g == 0)
 
 
 def walk_of(plan: Plan, bounds: masks.Bounds, qi: Int) -> Walk:

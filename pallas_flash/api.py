@@ -36,6 +36,7 @@ def dot_product_attention(
     key_value_segment_ids: Any = None,
     logits_soft_cap: Any = None,
     sinks: Any = None,
+    alibi_slopes: Any = None,
     dropout_rate: float = 0.0,
     dropout_rng: Any = None,
     broadcast_dropout: bool = False,
@@ -46,7 +47,7 @@ def dot_product_attention(
     A drop-in for `jax.nn.dot_product_attention`: the same arguments, and more behind them. The
     scores are made tile by tile and discarded; nothing is approximated.
 
-        logits = scale * query . key + bias
+        logits = scale * query . key + bias - slope * distance
         logits = soft_cap * tanh(logits / soft_cap)          (where a cap is given)
         out    = softmax(logits where visible) . value       (softmax in float32)
 
@@ -78,11 +79,14 @@ def dot_product_attention(
         kernels, "xla" the chunked XLA implementation, which runs everywhere.
       return_residual: also return the log-sum-exp of the visible logits.
       causal_alignment: "top_left" as jax.nn, or "bottom_right": the last query sees the last key,
-        causal and window are both shifted by S - T (FlashAttention 2's rule).
+        causal, window and ALiBi are all shifted by S - T (FlashAttention 2's rule).
       query_segment_ids, key_value_segment_ids: int, (B, T) and (B, S): a query sees the keys of
         its own id. Any order; any id (give padding an id of its own).
       logits_soft_cap: cap > 0, number or float scalar array.
       sinks: float, (N,): one more logit a query head, with no value, in softmax and lse.
+      alibi_slopes: float, (N,) or (B, N): the logit of query i and key j loses slope * |j - i|
+        (|j - i - (S - T)| with "bottom_right"). ALiBi's own slopes, for N a power of 2, are
+        2 ** (-8 * (n + 1) / N) for head n.
       dropout_rate: probability of dropping an attention weight, a Python number.
       dropout_rng: the key it draws from, typed or raw. The pattern depends on the key and on
         (batch, head, query, key) alone, not on the implementation.
@@ -109,7 +113,7 @@ def dot_product_attention(
     float32 products follow `jax.default_matmul_precision`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135), algorithms 1 and 4; Dao, FlashAttention-2
-    (arXiv 2307.08691), sections 3.1 and 3.2.
+    (arXiv 2307.08691), sections 3.1 and 3.2; Press et al., ALiBi (arXiv 2108.12409).
 
     Example:
       >>> import jax, jax.numpy as jnp, pallas_flash
@@ -133,6 +137,7 @@ def dot_product_attention(
         key_value_segment_ids=key_value_segment_ids,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,

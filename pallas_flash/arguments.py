@@ -38,6 +38,7 @@ class Arguments:
     key_value_segment_ids: Any = None
     logits_soft_cap: Any = None
     sinks: Any = None
+    alibi_slopes: Any = None
     dropout_rate: float = 0.0
     dropout_rng: Any = None
     broadcast_dropout: bool = False
@@ -68,6 +69,7 @@ def normalize(args: Arguments) -> tuple[Problem, Operands]:
     static_scale, scale = _check_scale(args.scale, head_dim)
     static_cap, cap = _check_soft_cap(args.logits_soft_cap)
     sinks = _check_sinks(args.sinks, num_q_heads)
+    slopes = _check_alibi_slopes(args.alibi_slopes, lead, num_q_heads, query.dtype)
     rate, dropout_key = _check_dropout(args.dropout_rate, args.dropout_rng)
     for name in ("is_causal", "broadcast_dropout", "deterministic_backward"):
         _check_flag(name, getattr(args, name))
@@ -99,6 +101,7 @@ def normalize(args: Arguments) -> tuple[Problem, Operands]:
         bias_shape=None if bias is None else bias.shape,
         bias_dtype=None if bias is None else bias.dtype.name,
         has_sinks=sinks is not None,
+        alibi_shift=None if slopes is None else shift,
         dropout_rate=rate,
         broadcast_dropout=bool(args.broadcast_dropout),
         deterministic_backward=bool(args.deterministic_backward),
@@ -111,6 +114,7 @@ def normalize(args: Arguments) -> tuple[Problem, Operands]:
         scale=scale,
         soft_cap=cap,
         sinks=sinks,
+        alibi_slopes=slopes,
         mask=mask,
         query_lengths=q_lengths,
         kv_lengths=kv_lengths,
@@ -368,6 +372,34 @@ def _check_sinks(sinks: Any, num_q_heads: int) -> jax.Array | None:
             f"sinks of shape {sinks.shape} must be ({num_q_heads},): one logit a query head"
         )
     return sinks
+
+
+def _check_alibi_slopes(
+    slopes: Any, lead: tuple[int, ...], num_q_heads: int, dtype: Any
+) -> jax.Array | None:
+    """(1|B, N), as wide as the logits."""
+    if slopes is None:
+        return None
+    known = _concrete(slopes)
+    slopes = _as_array("alibi_slopes", slopes)
+    if not jnp.issubdtype(slopes.dtype, jnp.floating):
+        raise ValueError(
+            f"alibi_slopes is {slopes.dtype}; it must be floating point; cast it to float32"
+        )
+    if slopes.shape not in ((num_q_heads,), (*lead, num_q_heads)):
+        batched = f" or {(*lead, num_q_heads)}" if lead else ""
+        raise ValueError(
+            f"alibi_slopes of shape {slopes.shape} must be ({num_q_heads},){batched}: one slope a "
+            "query head"
+        )
+    if known is not None and not np.isfinite(known).all():
+        raise ValueError(
+            f"alibi_slopes holds {known[~np.isfinite(known)][0]}; each slope must be finite; hide "
+            "keys with mask="
+        )
+    return slopes.astype(jnp.promote_types(dtype, jnp.float32)).reshape(
+        math.prod(slopes.shape[:-1]), num_q_heads
+    )
 
 
 def _check_dropout(rate: Any, rng: Any) -> tuple[float, jax.Array | None]:

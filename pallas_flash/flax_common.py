@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import core, lax
 
+from pallas_flash import tile_math
 from pallas_flash.api import dot_product_attention
 
 
@@ -55,12 +56,13 @@ def _of_a_single_query(options: dict[str, Any]) -> dict[str, Any]:
     Its position is not among the arguments, and the mask says which keys there are so far. A
     causal rule that counts the query as position 0 would leave key 0 only.
     """
-    if options.get("local_window_size") is not None:
-        raise ValueError(
-            "local_window_size with one query, several keys and a mask (a decode step of Flax's "
-            "own module): attention_fn is not told the query's position; use the attention module "
-            "of pallas_flash with decode=True"
-        )
+    for name in ("local_window_size", "alibi_slopes"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name} with one query, several keys and a mask (a decode step of Flax's own "
+                "module): attention_fn is not told the query's position; use the attention module "
+                "of pallas_flash with decode=True"
+            )
     return {**options, "is_causal": False}
 
 
@@ -87,14 +89,39 @@ def without_defaults(**options: Any) -> dict[str, Any]:
     return {name: x for name, x in options.items() if not unset(x)}
 
 
-def check_decode_options(attention_fn: Any) -> None:
-    """Raises ValueError where a partial binds what only the module can shift by the cache index."""
+def module_options(module: Any, /, **of_the_call: Any) -> dict[str, Any]:
+    """The options that an attention module keeps as attributes, and those of one call of it.
+
+    Each stands under the name it has in `dot_product_attention`. The call's own win: None (of
+    `is_causal`, say) leaves the module's.
+    """
+    of_the_module = without_defaults(
+        is_causal=module.is_causal,
+        local_window_size=module.local_window_size,
+        causal_alignment=module.causal_alignment,
+        logits_soft_cap=module.logits_soft_cap,
+        alibi_slopes=module.alibi_slopes,
+        scale=module.scale,
+        implementation=module.implementation,
+        deterministic_backward=module.deterministic_backward,
+    )
+    return of_the_module | {name: x for name, x in of_the_call.items() if x is not None}
+
+
+def check_decode_options(attention_fn: Any, options: dict[str, Any]) -> None:
+    """Raises ValueError where a partial binds what `view_cache` has to know."""
     bound = getattr(attention_fn, "keywords", {})
-    for name in ("local_window_size", "rope"):
+    for name in ("local_window_size", "alibi_slopes", "rope"):
         if bound.get(name) is not None:
             raise ValueError(
                 f"{name} is bound to attention_fn, which is not told the position in the cache; "
                 f"while decoding give {name} to the module"
+            )
+    for name in ("logits_soft_cap", "sinks"):
+        if bound.get(name) is not None and "alibi_slopes" in options:
+            raise ValueError(
+                f"{name} is bound to attention_fn, and the module has alibi_slopes: while decoding "
+                f"the bias that they become depends on {name}; give {name} to the module"
             )
 
 
@@ -175,7 +202,8 @@ def view_cache(
     Query t sees the keys at positions up to index + t, and no further back than the window's left
     side. One token needs a kv length for that; several need a window whose right side is `index`.
     With a left side only the last T + left entries are read: their number is static, so a step
-    costs O(window), and every bound stays non-negative.
+    costs O(window), and every bound stays non-negative. ALiBi becomes a bias: its shift is known
+    at run time only.
 
     Args:
       key, value: the cache with the new tokens in it, (..., S, K, H).
@@ -206,7 +234,25 @@ def view_cache(
         kv_lengths = so_far if kv_lengths is None else jnp.minimum(so_far, kv_lengths)
     else:
         options["local_window_size"] = (None if left is None else left - first, first)
+    if "alibi_slopes" in options:
+        options["bias"] = _alibi_bias(options, first, q_len, kept)
+        del options["alibi_slopes"]
     return CacheView(key, value, {**options, **without_defaults(key_value_seq_lengths=kv_lengths)})
+
+
+def _alibi_bias(options: dict[str, Any], first: Any, q_len: int, kv_len: int) -> Any:
+    """ALiBi of T queries, the first at `first` among S keys, added to the bias there may be.
+
+    A query sees no key ahead of it, so all of its distances may be too large by the same amount:
+    softmax does not notice. As measured from the last query they make (N, 1, S) numbers. A soft
+    cap and sinks would notice: with them, every query has its own row.
+    """
+    one_row = q_len == 1 or not {"logits_soft_cap", "sinks"} & options.keys()
+    q_pos = first + (q_len - 1 if one_row else jnp.arange(q_len, dtype=jnp.int32)[:, None])
+    kv_pos = jnp.arange(kv_len, dtype=jnp.int32)
+    slopes = jnp.asarray(options["alibi_slopes"])[..., None, None]
+    alibi = tile_math.alibi(slopes.astype(jnp.float32), q_pos, kv_pos, 0)
+    return options["bias"] + alibi if "bias" in options else alibi
 
 
 def _left_side(window: Any) -> int | None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from pallas_flash import flax_common
-from pallas_flash.flax_common import FlaxKeywords, without_defaults
+from pallas_flash.flax_common import FlaxKeywords
 
 
 def attention_fn(
@@ -113,6 +113,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       is_causal: position i sees positions up to i.
       local_window_size: int or (left, right), inclusive; None as a side leaves it open.
       logits_soft_cap: cap * tanh(logits / cap).
+      alibi_slopes: floats (num_heads,), a tuple keeps the module hashable: a logit loses slope *
+        distance. While decoding they are a bias.
       use_sinks: one learned logit a head, parameter "sinks" (num_heads,).
       sinks_init: its initializer.
       scale: of the logits; None: 1 / sqrt(head_dim).
@@ -136,6 +138,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     is_causal: bool = False
     local_window_size: Any = None
     logits_soft_cap: float | None = None
+    alibi_slopes: Any = None
     use_sinks: bool = False
     sinks_init: Callable[..., jax.Array] = nn.initializers.zeros_init()
     scale: float | None = None
@@ -190,27 +193,19 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             inputs_k = inputs_kv
         inputs_k, inputs_v = flax_common.choose_inputs(inputs_q, inputs_k, inputs_v)
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
-        options = without_defaults(
+        options = flax_common.module_options(
+            self,
             mask=mask,
             bias=bias,
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
-            is_causal=self.is_causal,
-            local_window_size=self.local_window_size,
-            causal_alignment=self.causal_alignment,
-            logits_soft_cap=self.logits_soft_cap,
-            scale=self.scale,
-            implementation=self.implementation,
-            deterministic_backward=self.deterministic_backward,
             qk_attn_weights_einsum=self.qk_attn_weights_einsum_cls,
             attn_weights_value_einsum=self.attn_weights_value_einsum_cls,
+            sinks=self._sinks(),
             module=self if sow_weights else None,
         )
-        if self.use_sinks:
-            sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype)
-            options["sinks"] = sinks
         if self.decode:
             key, value, options = self._decode(key, value, options)
         out = self.attention_fn(
@@ -236,6 +231,11 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(out)
+
+    def _sinks(self):
+        if not self.use_sinks:
+            return None
+        return self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype)
 
     def _project(self, inputs_q, inputs_k, inputs_v):
         """query (batch..., T, N, H), key and value (batch..., S, K, H)."""
@@ -272,7 +272,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 "decode=True writes to a cache: pass `apply` the 'cache' collection that `init` "
                 "made with inputs of the cache's length, and mutable=['cache']"
             )
-        flax_common.check_decode_options(self.attention_fn)
+        flax_common.check_decode_options(self.attention_fn, options)
         is_initialized = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)

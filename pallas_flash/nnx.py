@@ -18,7 +18,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from pallas_flash import flax_common
-from pallas_flash.flax_common import FlaxKeywords, without_defaults
+from pallas_flash.flax_common import FlaxKeywords
 
 ZEROS = nnx.initializers.zeros_init()
 
@@ -141,6 +141,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       is_causal: position i sees positions up to i; the call may override it.
       local_window_size: int or (left, right), inclusive; None as a side leaves it open.
       logits_soft_cap: cap * tanh(logits / cap).
+      alibi_slopes: a tuple of num_heads floats (an array would be state): a logit loses slope *
+        distance. While decoding they are a bias.
       use_sinks: one learned logit a head, parameter "sinks" (num_heads,).
       sinks_init: its initializer.
       scale: of the logits; None: 1 / sqrt(head_dim).
@@ -178,6 +180,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool = False,
         local_window_size: Any = None,
         logits_soft_cap: float | None = None,
+        alibi_slopes: Any = None,
         use_sinks: bool = False,
         sinks_init: Callable[..., jax.Array] = ZEROS,
         scale: float | None = None,
@@ -210,6 +213,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.is_causal = is_causal
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
+        self.alibi_slopes = alibi_slopes
         self.scale = scale
         self.causal_alignment = causal_alignment
         self.implementation = implementation
@@ -279,21 +283,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             assert self.cache_index is not None
             input_positions = self.cache_index[...] + jnp.arange(query.shape[-3])
         query, key = _rotate_both(query, key, self.rope, input_positions)
-        options = without_defaults(
+        options = flax_common.module_options(
+            self,
             mask=mask,
             bias=bias,
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
-            is_causal=self.is_causal if is_causal is None else is_causal,
-            local_window_size=self.local_window_size,
-            causal_alignment=self.causal_alignment,
-            logits_soft_cap=self.logits_soft_cap,
-            scale=self.scale,
+            is_causal=is_causal,
             sinks=None if self.sinks is None else self.sinks[...],
-            implementation=self.implementation,
-            deterministic_backward=self.deterministic_backward,
             module=self if sow_weights else None,
         )
         if decode:
@@ -314,7 +313,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Key, value and options of the call against the cache, which gets the new tokens."""
         assert self.cached_key is not None and self.cached_value is not None
         assert self.cache_index is not None
-        flax_common.check_decode_options(self.attention_fn)
+        flax_common.check_decode_options(self.attention_fn, options)
         index, q_len = self.cache_index[...], key.shape[-3]
         self.cached_key[...], self.cached_value[...] = flax_common.extend_cache(
             self.cached_key[...], self.cached_value[...], index, key, value

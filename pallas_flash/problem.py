@@ -31,6 +31,8 @@ class Operands(NamedTuple):
       scale: float32, () or (B,); None means the static `Problem.scale`.
       soft_cap: float32, (); None means the static `Problem.soft_cap`.
       sinks: float32, (N,), one logit a head.
+      alibi_slopes: float32, (1|B, N), float64 for float64 inputs; `Problem.alibi_shift` goes with
+        them.
       mask: bool, (1|B, 1|N, 1|T, 1|S).
       query_lengths: int32, (B,), already clamped to [0, T].
       kv_lengths: int32, (B,), already clamped to [0, S].
@@ -47,6 +49,7 @@ class Operands(NamedTuple):
     scale: Array | None = None
     soft_cap: Array | None = None
     sinks: Array | None = None
+    alibi_slopes: Array | None = None
     mask: Array | None = None
     query_lengths: Array | None = None
     kv_lengths: Array | None = None
@@ -56,7 +59,7 @@ class Operands(NamedTuple):
     dropout_key: Array | None = None
 
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "soft_cap", "sinks")
+DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "soft_cap", "sinks", "alibi_slopes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Problem:
       bias_shape: shape of the bias, or None.
       bias_dtype: its dtype by name, or None.
       has_sinks: one more logit a head, with no value.
+      alibi_shift: -slope * |kv_pos - q_pos - alibi_shift| on the logits, before the cap; None: no
+        slopes.
       dropout_rate: probability of dropping an attention weight.
       broadcast_dropout: one dropout pattern for all batch rows and heads.
       deterministic_backward: gradients bit-equal from run to run.
@@ -92,6 +97,7 @@ class Problem:
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str | None = None
     has_sinks: bool = False
+    alibi_shift: int | None = None
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
     deterministic_backward: bool = False

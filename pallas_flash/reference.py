@@ -108,6 +108,9 @@ def oracle(
         grads["soft_cap"] = dcap
     if operands.sinks is not None:
         grads["sinks"] = -(dense.sink_probs * delta).sum(axis=(0, 2))
+    if operands.alibi_slopes is not None:
+        per_head = -(dlogits * _distance(problem)).sum(axis=(2, 3))
+        grads["alibi_slopes"] = _sum_to(per_head, operands.alibi_slopes.shape)
     return dense.out, dense.lse, grads
 
 
@@ -174,6 +177,9 @@ def _numpy_dense(operands, problem):
     logits = scale * dots
     if operands.bias is not None:
         logits = logits + np.where(visible, np.asarray(operands.bias, np.float64), 0.0)
+    if operands.alibi_slopes is not None:
+        slopes = np.asarray(operands.alibi_slopes, np.float64)[:, :, None, None]
+        logits = logits - np.where(visible, slopes * _distance(problem), 0.0)
     capped = logits if cap is None else cap * np.tanh(logits / cap)
     capped = np.where(visible, capped, -np.inf)
     sinks = np.full((1, shape[1], 1, 1), -np.inf)
@@ -193,6 +199,12 @@ def _numpy_dense(operands, problem):
     out = np.einsum("bnts,bsnh->btnh", probs * kept, v)
     sink_probs = (sink_weights / safe)[..., 0]
     return _Dense(q, k, v, scale, cap, dots, logits, probs, sink_probs, kept, out, lse)
+
+
+def _distance(problem):
+    """What a slope is multiplied by, [T, S]."""
+    ahead = np.arange(problem.kv_len)[None, :] - np.arange(problem.q_len)[:, None]
+    return np.abs(ahead - problem.alibi_shift)
 
 
 def _sum_groups(problem, x):
@@ -240,21 +252,29 @@ def _visible(operands, problem):
         kv_segments=pick(operands.kv_segments, problem.batch, 1, 1, problem.kv_len),
         dense=operands.mask,
     )
-    q_pos = jnp.arange(problem.q_len, dtype=jnp.int32)[:, None]
-    kv_pos = jnp.arange(problem.kv_len, dtype=jnp.int32)[None, :]
-    allowed = problem.mask.allowed(q_pos, kv_pos, values)
+    allowed = problem.mask.allowed(*_positions(problem), values)
     visible = jnp.ones((1, 1, 1, 1), bool) if allowed is None else allowed
     if operands.bias is not None:
         visible = visible & (operands.bias != -jnp.inf)
     return visible
 
 
+def _positions(problem):
+    """Of the queries, [T, 1], and of the keys, [1, S]."""
+    q_pos = jnp.arange(problem.q_len, dtype=jnp.int32)[:, None]
+    return q_pos, jnp.arange(problem.kv_len, dtype=jnp.int32)[None, :]
+
+
 def _finish_logits(dots, visible, operands, problem, wide):
-    """scale * dots + bias, soft-capped, where visible; anything finite elsewhere."""
+    """scale * dots + bias + alibi, soft-capped, where visible; anything finite elsewhere."""
     scale = problem.scale if operands.scale is None else operands.scale.astype(wide)
     logits = dots * (scale if jnp.ndim(scale) == 0 else scale[:, None, None, None])
     if operands.bias is not None:
         logits = logits + jnp.where(visible, operands.bias.astype(wide), 0.0)
+    if operands.alibi_slopes is not None:
+        assert problem.alibi_shift is not None
+        slopes = operands.alibi_slopes.astype(wide)[:, :, None, None]
+        logits = logits + tile_math.alibi(slopes, *_positions(problem), problem.alibi_shift)
     cap = problem.soft_cap if operands.soft_cap is None else operands.soft_cap.astype(wide)
     return logits if cap is None else tile_math.soft_capped(logits, cap)
 

@@ -3,7 +3,7 @@
 Every implementation computes with these. Softmax runs in base 2: `scale2` is the factor from a
 score to log2 units, so scale * log2(e) for a raw q.k and log2(e) for a finished logit; row maxima
 are kept in log2 units, log-sum-exp leaves in natural log. `q_axis` says which axis of the tile
-holds the queries. No positions and no masks here: a hidden score arrives as -inf.
+holds the queries. No masks here: a hidden score arrives as -inf. Only `alibi` knows positions.
 """
 
 import jax.numpy as jnp
@@ -21,6 +21,15 @@ def spread(per_query, shape: tuple[int, ...], q_axis: int = 0):
 def soft_capped(logits, cap):
     """cap * tanh(logits / cap)."""
     return cap * jnp.tanh(logits / cap)
+
+
+def alibi(slope, q_pos, kv_pos, shift: int):
+    """-slope * |kv_pos - q_pos - shift|, the broadcast of the three, in the dtype of slope.
+
+    The difference of the int32 positions is taken before it is rounded to a float: it is exact
+    wherever they stand. Source: Press et al., ALiBi (arXiv 2108.12409), section 3.
+    """
+    return -slope * jnp.abs((kv_pos - q_pos - shift).astype(slope.dtype))
 
 
 def grown_max(scores, scale2, row_max, q_axis: int = 0):

@@ -65,7 +65,7 @@ class Case:
 
 
 def _make_array(spec: Any, rng: np.random.Generator) -> jax.Array:
-    """A list of numbers as it is; ('bool' | 'float32' | ..., shape) at random."""
+    """A list of numbers as it is; ('bool' | 'slopes' | 'float32' | ..., shape) at random."""
     if isinstance(spec, (list, float)):
         return jnp.asarray(np.asarray(spec, np.float32 if isinstance(spec, float) else np.int32))
     kind, shape = spec
@@ -73,6 +73,8 @@ def _make_array(spec: Any, rng: np.random.Generator) -> jax.Array:
         return jnp.asarray(rng.random(shape) < 0.6)
     if kind == "ids":
         return jnp.asarray(np.sort(rng.integers(0, 4, shape), axis=-1).astype(np.int32))
+    if kind == "slopes":
+        return jnp.asarray(rng.uniform(0.0, 0.5, shape).astype(np.float32))
     if kind == "key":
         return jax.random.key_data(jax.random.key(7))
     return jnp.asarray(rng.standard_normal(shape).astype(NUMPY_DTYPES[kind]))
@@ -158,6 +160,23 @@ UNFUSED = (
     Case("soft-cap", static={"logits_soft_cap": 5.0}),
     Case("soft-cap-traced", arrays={"logits_soft_cap": 4.0}, static=CAUSAL),
     Case("sinks-causal", static=CAUSAL, arrays={"sinks": ("float32", (2,))}),
+    Case(
+        "alibi-causal-gqa", heads=(4, 2), static=CAUSAL, arrays={"alibi_slopes": ("slopes", (4,))}
+    ),
+    Case(
+        "alibi-per-batch-long-kv",
+        batch=2,
+        q_len=100,
+        kv_len=264,
+        arrays={"alibi_slopes": ("slopes", (2, 2))},
+    ),
+    Case(
+        "alibi-soft-cap-bottom-right-f16",
+        q_len=100,
+        dtype="float16",
+        static=BOTTOM_RIGHT | {"logits_soft_cap": 5.0},
+        arrays={"alibi_slopes": ("slopes", (2,))},
+    ),
     Case(
         "dropout",
         batch=2,

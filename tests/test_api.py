@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import dispatch, dot_product_attention
+from pallas_flash import dispatch, dot_product_attention, tile_math
 from pallas_flash.dropout import dropout_keep_mask
 from tests.cases import Case
 
@@ -98,6 +98,20 @@ BAD = {
     "soft cap type": (None, {"logits_soft_cap": "a"}, TypeError, "logits_soft_cap"),
     "sinks shape": (None, {"sinks": jnp.ones(2)}, ValueError, "sinks of shape"),
     "sinks dtype": (None, {"sinks": jnp.ones(4, int)}, ValueError, "sinks is int"),
+    "slopes shape": (
+        None,
+        {"alibi_slopes": jnp.ones((1, 4))},
+        ValueError,
+        r"alibi_slopes of shape \(1, 4\) must be \(4,\) or \(2, 4\): one slope a query head",
+    ),
+    "slopes dtype": (None, {"alibi_slopes": [1, 2, 4, 8]}, ValueError, "alibi_slopes is int"),
+    "slopes finite": (
+        None,
+        {"alibi_slopes": np.float32([1, np.inf, 1, 1])},
+        ValueError,
+        "alibi_slopes holds inf",
+    ),
+    "slopes type": (None, {"alibi_slopes": "a"}, TypeError, "alibi_slopes must be an array"),
     "dropout rate": (None, {"dropout_rate": 1.0}, ValueError, "dropout_rate=1.0"),
     "dropout key": (None, {"dropout_rate": 0.5}, ValueError, "dropout_rng"),
     "causal": (None, {"is_causal": "yes"}, TypeError, "is_causal"),
@@ -278,6 +292,43 @@ def test_alignment_shows_through_identity_values():
             seen = np.tril(np.ones((t, s)), shift)
             weights = seen / np.maximum(seen.sum(-1, keepdims=True), 1)
             np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_alibi_is_a_bias_of_distances_shifted_as_the_mask_is(alignment):
+    q, k, v = _qkv(batch=(2, 3))
+    slopes = jnp.asarray(np.random.default_rng(0).random((2, 3, 4)), jnp.float32)
+    shift = 2 if alignment == "bottom_right" else 0
+    distance = np.abs(np.arange(7) - np.arange(5)[:, None] - shift)
+    attend = functools.partial(dot_product_attention, is_causal=True, causal_alignment=alignment)
+    bias = -slopes[..., None, None] * distance
+    capped = dict(logits_soft_cap=2.0, return_residual=True)
+    got, wanted = attend(q, k, v, alibi_slopes=slopes, **capped), attend(q, k, v, bias, **capped)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, wanted)
+    # One slope a head for all sequences, one sequence, and one a call under vmap.
+    every = attend(q, k, v, alibi_slopes=slopes[1, 2])
+    one = attend(q[0, 1], k[0, 1], v[0, 1], alibi_slopes=slopes[1, 2])
+    mapped = jax.vmap(lambda slopes: attend(q, k, v, alibi_slopes=slopes))(slopes[1])
+    np.testing.assert_allclose(every[0, 1], one, atol=1e-6)
+    np.testing.assert_allclose(mapped[2], every, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_the_gradient_of_slopes_is_as_they_were_passed(shape, dtype):
+    q, k, v = _qkv(dtype=jnp.bfloat16)
+    slopes = jnp.asarray(np.random.default_rng(0).random(shape), dtype)
+    loss = lambda x: dot_product_attention(q, k, v, alibi_slopes=x).astype(jnp.float32).sum()
+    got = jax.grad(loss)(slopes)
+    assert (got.shape, got.dtype) == (slopes.shape, slopes.dtype)
+    assert np.asarray(got, np.float32).any()
+
+
+def test_distances_of_far_positions_are_exact():
+    slope, far = jnp.float32(0.25), 2**30 + 1  # a float32 holds integers up to 2**24
+    assert tile_math.alibi(slope, jnp.int32(far), jnp.int32(far - 3), 0) == -0.75
+    with jax.enable_x64(True):
+        assert tile_math.alibi(slope, jnp.int32(far), jnp.int32(far - 3), 1).dtype == jnp.float32
 
 
 def test_one_sided_window_without_causal():

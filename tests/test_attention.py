@@ -16,7 +16,7 @@ from tests.tolerance import assert_close
 
 ON_GPU = jax.default_backend() == "gpu"
 QKV = ("query", "key", "value")
-DIFFERENTIABLE = ("bias", "scale", "logits_soft_cap", "sinks")
+DIFFERENTIABLE = ("bias", "scale", "logits_soft_cap", "sinks", "alibi_slopes")
 
 
 def _inexact(kwargs):
@@ -101,8 +101,10 @@ def test_matches_oracle(case, implementation):
     assert_close(np.swapaxes(got[1], 1, 2), oracle[1], plain[1], case.dtype, "lse")
     for name, gradient in got[2].items():
         key = {"logits_soft_cap": "soft_cap"}.get(name, name)
-        assert_close(gradient, oracle[2][key], plain[2][key], case.dtype, "d" + name)
-        assert gradient.dtype == (qkv[0].dtype if name in QKV else kwargs[name].dtype), name
+        given = qkv[QKV.index(name)] if name in QKV else kwargs[name]
+        assert (gradient.shape, gradient.dtype) == (given.shape, given.dtype), name
+        right, rough = (x[2][key].reshape(given.shape) for x in (oracle, plain))  # normal form: 2-D
+        assert_close(gradient, right, rough, case.dtype, "d" + name)
 
 
 @pytest.mark.parametrize("case", UNFUSED, ids=str)

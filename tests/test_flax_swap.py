@@ -223,6 +223,7 @@ OPTIONS = {
     "segment_ids": {"query_segment_ids": SEGMENTS, "key_value_segment_ids": SEGMENTS},
     "logits_soft_cap": {"logits_soft_cap": 0.5},
     "sinks": {"sinks": jnp.ones(HEADS)},
+    "alibi_slopes": {"alibi_slopes": 0.5 ** jnp.arange(HEADS)},
     "scale": {"scale": 2.0},
 }
 
@@ -275,9 +276,14 @@ def test_decode_of_nnxs_own_module_with_the_swap():
 
 
 @both
-def test_a_window_in_a_decode_step_of_flax_raises(library):
-    fn = functools.partial(ADAPTERS[library][0], local_window_size=(2, 0))
-    with pytest.raises(ValueError, match="decode=True"):
+@pytest.mark.parametrize(
+    "option",
+    [{"local_window_size": (2, 0)}, {"alibi_slopes": (0.5,) * HEADS}],
+    ids=["window", "alibi"],
+)
+def test_what_needs_positions_raises_in_a_decode_step_of_flax(library, option):
+    fn = functools.partial(ADAPTERS[library][0], **option)
+    with pytest.raises(ValueError, match=f"{next(iter(option))} with one query.*decode=True"):
         fn(*_qkv(q_len=1), mask=jnp.ones((B, 1, 1, T)))
 
 

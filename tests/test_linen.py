@@ -126,6 +126,7 @@ def test_grouped_heads_equal_repeated_heads():
     _close(full.apply(_repeat_kv_heads(params, 2), X), grouped.apply(params, X))
 
 
+SLOPES = (2.0, 1.0, 0.5, 0.25)
 SEGMENTS = np.arange(T)[None] // np.array([[3], [5]])
 OTHER = np.random.default_rng(1).normal(size=(B, T, FEATURES)).astype(np.float32)
 CALLS = {
@@ -142,6 +143,8 @@ FIELDS = {
     "is_causal": {"is_causal": True},
     "local_window_size": {"local_window_size": (2, 1)},
     "logits_soft_cap": {"logits_soft_cap": 0.1},
+    "alibi_slopes": {"alibi_slopes": SLOPES},
+    "alibi_slopes array": {"alibi_slopes": np.float32(SLOPES)},
     "scale": {"scale": 3.0},
     "use_sinks": {"use_sinks": True},
     "attention_fn": {"attention_fn": functools.partial(attention_fn, is_causal=True)},
@@ -168,6 +171,26 @@ def test_every_field_changes_the_output(field):
     if field == "use_sinks":
         params = {"params": {**params["params"], "sinks": np.ones(HEADS, np.float32)}}
     _differ(changed.apply(params, X), plain)
+
+
+def test_all_together_reach_attention_fn_as_they_are():
+    seen = {}
+
+    def spy(query, key, value, **options):
+        seen.update(options)
+        return attention_fn(query, key, value, **options)
+
+    together = lambda table: dict(pair for some in table.values() for pair in some.items())
+    call = {n: x for n, x in together(CALLS).items() if not n.startswith("inputs")}
+    fields = together(FIELDS) | {"dropout_rate": 0.5, "attention_fn": spy}
+    module, params, _ = _plain()
+    sinks = np.ones(HEADS, np.float32)
+    params = {"params": {**params["params"], "sinks": sinks}}
+    module.clone(**fields).apply(params, X, **call, deterministic=False, dropout_rng=KEY)
+    wanted = fields | call | {"sinks": sinks, "deterministic": False}
+    for name in wanted.keys() - {"attention_fn", "use_sinks"}:
+        np.testing.assert_array_equal(seen[name], wanted[name], name)
+    assert seen["dropout_rng"] is KEY
 
 
 def test_other_fields_reach_the_call():
@@ -212,8 +235,10 @@ def test_dropout():
         ({"num_kv_heads": 2, "use_sinks": True, "dtype": jnp.float32}, (1, 8, 1)),
         ({"local_window_size": 1, "num_kv_heads": 1}, (2, 2, 1, 2, 2, 1)),
         ({"local_window_size": (7, None), "causal_alignment": "bottom_right"}, (4, 1, 4, 1)),
+        ({"alibi_slopes": SLOPES, "num_kv_heads": 2}, (5, 1, 1, 3)),
+        ({"alibi_slopes": SLOPES, "logits_soft_cap": 0.5, "local_window_size": 3}, (1, 4, 3, 1, 1)),
     ],
-    ids=["plain", "gqa-sinks", "window1-mqa", "window7"],
+    ids=["plain", "gqa-sinks", "window1-mqa", "window7", "alibi-gqa", "alibi-cap-window3"],
 )
 def test_decode_equals_one_causal_pass(fields, chunks):
     module = MultiHeadDotProductAttention(HEADS, is_causal=True, **fields)
@@ -279,6 +304,10 @@ def test_errors_of_decode():
     bound = functools.partial(attention_fn, local_window_size=(2, 0))
     with pytest.raises(ValueError, match="give local_window_size to the module"):
         decoder.clone(attention_fn=bound).apply(variables, X[:, :1], mutable=["cache"])
+    bound = functools.partial(attention_fn, logits_soft_cap=2.0)
+    decoder = decoder.clone(attention_fn=bound, alibi_slopes=SLOPES)
+    with pytest.raises(ValueError, match="give logits_soft_cap to the module"):
+        decoder.apply(variables, X[:, :1], mutable=["cache"])
 
 
 def test_errors_of_the_module():

@@ -112,6 +112,7 @@ def test_split_merge_jit_and_remat():
     _close(nnx.jit(loss)(module, X), plain[0])
 
 
+SLOPES = (2.0, 1.0, 0.5, 0.25)
 SEGMENTS = np.arange(T)[None] // np.array([[3], [5]])
 OTHER = np.random.default_rng(1).normal(size=(B, T, FEATURES)).astype(np.float32)
 CALLS = {
@@ -128,6 +129,7 @@ OPTIONS = {
     "is_causal": {"is_causal": True},
     "local_window_size": {"local_window_size": (2, 1)},
     "logits_soft_cap": {"logits_soft_cap": 0.1},
+    "alibi_slopes": {"alibi_slopes": SLOPES},
     "scale": {"scale": 3.0},
     "use_sinks": {"use_sinks": True, "sinks_init": nnx.initializers.ones},
     "rope": {"rope": nnx.RoPE()},
@@ -148,6 +150,27 @@ def test_every_call_argument_changes_the_output(call):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_changes_the_output(option):
     _differ(_make(**OPTIONS[option])(X), _plain())
+
+
+def test_all_together_reach_attention_fn_as_they_are():
+    seen = {}
+
+    def spy(query, key, value, **options):
+        seen.update(options)
+        return attention_fn(query, key, value, **options)
+
+    together = lambda table: dict(pair for some in table.values() for pair in some.items())
+    call = {n: x for n, x in together(CALLS).items() if not n.startswith("inputs")}
+    options = together(OPTIONS) | {"dropout_rate": 0.5, "attention_fn": spy}
+    module = _make(**options)
+    module(X, **call, deterministic=False, rngs=nnx.Rngs(1))
+    wanted = options | call | {"deterministic": False}
+    for name in wanted.keys() - {"attention_fn", "use_sinks", "sinks_init", "rope"}:
+        np.testing.assert_array_equal(seen[name], wanted[name], name)
+    sinks = module.sinks
+    assert sinks is not None
+    np.testing.assert_array_equal(seen["sinks"], sinks[...])
+    assert "dropout_rng" in seen
 
 
 def test_other_options_reach_the_call():
@@ -196,8 +219,9 @@ def test_dropout():
         ({"num_kv_heads": 2, "use_sinks": True, "rope": nnx.RoPE()}, (1, 8, 1)),
         ({"local_window_size": 1, "num_kv_heads": 1, "rope": nnx.RoPE()}, (2, 2, 1, 2, 2, 1)),
         ({"local_window_size": (7, None), "causal_alignment": "bottom_right"}, (4, 1, 4, 1)),
+        ({"alibi_slopes": SLOPES, "use_sinks": True}, (5, 1, 1, 3)),
     ],
-    ids=["plain", "gqa-sinks-rope", "window1-mqa-rope", "window7"],
+    ids=["plain", "gqa-sinks-rope", "window1-mqa-rope", "window7", "alibi-sinks"],
 )
 def test_decode_equals_one_causal_pass(options, chunks):
     module = _make(is_causal=True, **options)

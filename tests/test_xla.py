@@ -88,6 +88,7 @@ def i32(*values):
     return jnp.array(values, jnp.int32)
 
 
+SLOPES = jnp.float32([[0.5, 0.25, 0.0, -0.1], [0.1, 1.0, 0.3, 0.0]])
 CASES = {
     "plain-ragged": (qkv(), {}),
     "one-query": (qkv(t=1, s=30), {}),
@@ -123,6 +124,20 @@ CASES = {
             soft_cap=jnp.float32(3.0),
         )._replace(scale=jnp.float32([0.7, 0.0])),
         dict(mask=Causal(), soft_cap="operand", scale=None),
+    ),
+    "alibi-causal-more-keys": (qkv(alibi_slopes=SLOPES[:, :2]), dict(mask=Causal(), alibi_shift=0)),
+    "alibi-gqa-cap-bias-lengths": (
+        qkv(
+            n=4,
+            bias=normal(1, 4, 13, 21),
+            kv_lengths=i32(0, 9),
+            alibi_slopes=SLOPES[:1],
+        ),
+        dict(mask=Lengths(False, True), soft_cap=3.0, alibi_shift=8),
+    ),
+    "alibi-of-each-sequence-fewer-keys": (
+        qkv(t=21, s=13, n=4, alibi_slopes=SLOPES, sinks=normal(4)),
+        dict(mask=Causal(-8), alibi_shift=-8),
     ),
     "sinks-without-keys": (
         qkv(sinks=normal(2), kv_lengths=i32(0, 4)),
@@ -213,7 +228,8 @@ def test_low_precision_gradients_are_rounded_once_not_block_by_block(dtype):
 
 
 def test_reference_says_the_same_as_the_oracle():
-    for name in ("cap-scale-sinks-traced", "lengths-of-zero", "dropout"):
+    alibi = "alibi-gqa-cap-bias-lengths", "alibi-of-each-sequence-fewer-keys"
+    for name in ("cap-scale-sinks-traced", "lengths-of-zero", "dropout", *alibi):
         operands, static = CASES[name]
         problem = problem_of(operands, **static)
         dout, dlse = cotangents(operands, problem)
@@ -368,8 +384,8 @@ def test_garbage_behind_masks_and_lengths_changes_nothing():
 def test_derivatives_of_higher_order_match_the_dense_reference():
     with jax.enable_x64(True):
         small = qkv(b=1, t=3, s=5, n=2, k=1, h=2, h_v=2, dtype="float64", sinks=jnp.ones(2))
-        small = small._replace(soft_cap=jnp.float64(2.0))
-        problem = problem_of(small, mask=Causal(), soft_cap="operand")
+        small = small._replace(soft_cap=jnp.float64(2.0), alibi_slopes=jnp.float64([[0.5, 0.2]]))
+        problem = problem_of(small, mask=Causal(), soft_cap="operand", alibi_shift=0)
         weight = normal(1, 3, 2, 2, seed=9, dtype="float64")
 
         def loss_of(attend):
@@ -402,7 +418,8 @@ def test_derivatives_of_higher_order_match_the_dense_reference():
 
 def test_float64_and_unchanged_results_under_x64():
     operands, static = CASES["cap-scale-sinks-traced"]
-    problem = problem_of(operands, **static)
+    operands = operands._replace(alibi_slopes=SLOPES)
+    problem = problem_of(operands, **static, alibi_shift=8)
     shared = cotangents(operands, problem)
     plain = gradients(operands, problem, *shared, BLOCKS)
     with jax.enable_x64(True):

@@ -3,7 +3,7 @@
     for each block of queries:                     lax.map, checkpointed
         row_max, row_sum, acc = -inf, 0, 0
         for each block of keys:                    lax.scan, checkpointed
-            scores  = soft_cap(scale * q @ k.T + bias), -inf where hidden
+            scores  = soft_cap(scale * q @ k.T + bias + alibi), -inf where hidden
             new_max = max(row_max, scores)         no gradient flows through it
             p       = exp(scores - new_max)
             shrink  = exp(row_max - new_max)
@@ -139,6 +139,7 @@ class _Shared(NamedTuple):
     scale: Array | float  # () or [B, 1, 1, 1, 1]
     soft_cap: Array | float | None
     sinks: Array | None  # [1, K, G, 1]
+    alibi_slopes: Array | None  # [1|B, K, G, 1, 1]
     query_lengths: Array | None  # int32, [B, 1, 1, 1, 1]
     kv_lengths: Array | None
     window: Array | None  # int32, (2,)
@@ -204,6 +205,7 @@ def _by_role(problem, operands):
         scale=scale if jnp.ndim(scale) == 0 else scale.reshape(-1, 1, 1, 1, 1),
         soft_cap=cap if operands.soft_cap is None else cap.astype(_wide(problem)),
         sinks=shaped(operands.sinks, 1, *groups, 1),
+        alibi_slopes=shaped(operands.alibi_slopes, -1, *groups, 1, 1),
         query_lengths=shaped(operands.query_lengths, b, 1, 1, 1, 1),
         kv_lengths=shaped(operands.kv_lengths, b, 1, 1, 1, 1),
         window=operands.window,
@@ -339,6 +341,8 @@ def _scores(problem, shared, rows, keys, pairs):
     scores = _zero_hidden(scores, visible) * shared.scale
     if pairs.bias is not None:
         scores = scores + _zero_hidden(pairs.bias.astype(scores.dtype), visible)
+    if problem.alibi_shift is not None:
+        scores += tile_math.alibi(shared.alibi_slopes, rows.pos, keys.pos, problem.alibi_shift)
     if shared.soft_cap is not None:
         scores = tile_math.soft_capped(scores, shared.soft_cap)
     return masks.hide(scores, visible)

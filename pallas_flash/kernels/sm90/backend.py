@@ -47,6 +47,7 @@ def supports(problem: Problem) -> tuple[bool, str]:
             ("bias", problem.bias_shape is not None),
             ("logits_soft_cap", problem.soft_cap is not None),
             ("sinks", problem.has_sinks),
+            ("alibi_slopes", problem.alibi_shift is not None),
             ("dropout", problem.dropout_rate > 0),
         )
         if present

@@ -1,0 +1,282 @@
+"""The two ends of the fused backward: kernels that only move memory, before it and after it.
+
+    row_dots     rowsum(out * dout)
+    zeros_after  what dq and the gradient of a bias are added into
+    finish_dq    dq in register order, times a factor, to where a gradient of the queries belongs
+
+A block of the grid is 64 queries of one head, heads fastest: blocks that run together make whole
+rows of (T, N, H). Nothing is pipelined inside a block: several of them are on an SM, so that some
+copy while others compute. `begin` reads out and dout by TMA, 8 lanes to a row; `finish_dq` has one
+warpgroup for each 64 columns, which reads the accumulator just as `mma.GpuOps.add_dq` added it.
+
+Strips of 64 queries behind a query length (or T) are not read; `finish_dq` writes zeros there.
+
+| barrier | arrives | waits | count |
+|---|---|---|---|
+| ready (row_dots) | copies of out and dout | the warpgroup | 1 of 2 |
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_flash.kernels.sm90 import mma
+from pallas_flash.kernels.sm90.call import div, rem
+from pallas_flash.kernels.sm90.smem import tiled_smem
+
+STRIP = 64  # queries of one block
+COLUMNS = 64  # of head_dim, of one warpgroup of finish_dq
+ZEROS = 4096  # floats of one block of zeros_after: a tile of dq or of a bias is whole blocks
+
+# 16 rows x 64 columns a step, 8 lanes to a row, 16 bytes a lane: a quarter warp reads 128 bytes in
+# a row, so plain shared memory has no bank conflicts, and a row's sum takes three shuffles.
+_EIGHT_LANES_A_ROW = plgpu.Layout.TILED(
+    fa.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+
+
+def row_dots(
+    out: jax.Array,
+    dout: jax.Array,
+    *,
+    q_len: int,
+    query_lengths: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """rowsum(out * dout): what the backward kernel needs first.
+
+    Args:
+      out: (B, T, N, Hv), bfloat16 or float16, T a multiple of 8, Hv of 64. Behind a length it may
+        hold anything.
+      dout: (B, T, N, Hv).
+      q_len: queries without padding.
+      query_lengths: int32 (B,), in [0, q_len].
+      interpret: run in Pallas' interpret mode.
+
+    Returns:
+      float32 (B, N, T rounded up to a multiple of 64). Rows at or behind a query length or q_len
+      mean nothing.
+    """
+    batch, _, heads, head_dim_v = out.shape
+    strips = -(-q_len // STRIP)
+    has_lengths = query_lengths is not None
+
+    def body(*refs, buffers, sums, ready):
+        arrays, delta = refs[:2], refs[-1]
+        b, strip, head = _place(strips, heads)
+        row0 = strip * STRIP
+
+        def run():
+            for array, buffer in zip(arrays, buffers, strict=True):
+                rows = array.at[b, pl.ds(row0, STRIP), head]
+                plgpu.copy_gmem_to_smem(rows, buffer, ready)
+            plgpu.barrier_wait(ready)
+            sums[...] = _row_dots(*buffers)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(sums, delta.at[b, head, pl.ds(row0, STRIP)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        _when_valid(refs[2] if has_lengths else None, b, row0, run)
+
+    (delta,) = _kernel(
+        body,
+        [jax.ShapeDtypeStruct((batch, heads, strips * STRIP), jnp.float32)],
+        "flash_backward_row_dots",
+        blocks=batch * strips * heads,
+        interpret=interpret,
+        buffers=[plgpu.SMEM((STRIP, head_dim_v), x.dtype) for x in (out, dout)],
+        sums=plgpu.SMEM((STRIP,), jnp.float32),
+        ready=plgpu.Barrier(num_arrivals=2),
+    )(out, dout, *([query_lengths] if has_lengths else []))
+    return delta
+
+
+def zeros_after(after: jax.Array, shape: tuple[int, ...], *, interpret: bool = False) -> jax.Array:
+    """float32 zeros of `shape`, its size a multiple of 4096, made no earlier than `after`.
+
+    So whatever `after` was made from can be freed before. XLA's own fill reaches three quarters of
+    the bandwidth.
+    """
+    size = math.prod(shape)
+    assert size % ZEROS == 0, shape
+
+    def body(_, zeros):
+        zero = jnp.zeros((ZEROS,), jnp.float32)
+        zero = plgpu.layout_cast(zero, plgpu.Layout.WG_STRIDED((ZEROS,), vec_size=4))
+        zeros[lax.axis_index("block")] = zero
+
+    (zeros,) = _kernel(
+        body,
+        [jax.ShapeDtypeStruct((size // ZEROS, ZEROS), jnp.float32)],
+        "flash_backward_zeros",
+        blocks=size // ZEROS,
+        interpret=interpret,
+    )(after)
+    return zeros.reshape(shape)
+
+
+def finish_dq(
+    dq: jax.Array,
+    factor: jax.Array,
+    *,
+    shape: tuple[int, int, int, int],
+    dtype: Any,
+    block_q: int,
+    q_len: int,
+    query_lengths: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The gradient of the queries from the buffer that the backward kernel added into.
+
+    Args:
+      dq: float32 (writers, B, N * q tiles, block_q * H), each tile in the order of `mma.add_dq`.
+      factor: float32 (B,).
+      shape: (B, T, N, H), T = q_len rounded up to a multiple of 8.
+      dtype: of the result, bfloat16, float16 or float32.
+      block_q: rows of a tile of dq, 64 or 128.
+      q_len: queries without padding.
+      query_lengths: int32 (B,), in [0, q_len].
+      interpret: the buffer comes from interpret mode.
+
+    Returns:
+      `shape`: dq * factor[b], 0 at and behind a query length.
+    """
+    if interpret:
+        return _finish_in_xla(dq, factor, shape, dtype, block_q, query_lengths)
+    batch, _, heads, head_dim = shape
+    strips = -(-q_len // STRIP)
+    has_lengths = query_lengths is not None
+    piece = STRIP * COLUMNS
+
+    def body(*refs, staged):
+        source, factors, out = refs[0], refs[1], refs[-1]
+        b, strip, head = _place(strips, heads)
+        wg = lax.axis_index("wg")
+        row0, tile = strip * STRIP, staged.at[wg]
+
+        def read():
+            row, first = _strip_of_dq(block_q, head_dim, q_len, head, strip)
+            part = source.at[0, b, row, pl.ds(first + wg * piece, piece)]
+            tile[...] = (_load_dq(part, (STRIP, COLUMNS)) * factors[b]).astype(dtype)
+
+        def clear():
+            zero = jnp.zeros((STRIP, COLUMNS), dtype)
+            tile[...] = plgpu.layout_cast(zero, mma.ACC_LAYOUT)
+
+        _when_valid(refs[2] if has_lengths else None, b, row0, read, clear)
+        plgpu.commit_smem()
+        at = b, pl.ds(row0, STRIP), head, pl.ds(wg * COLUMNS, COLUMNS)
+        plgpu.copy_smem_to_gmem(tile, out.at[at])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    (result,) = _kernel(
+        body,
+        [jax.ShapeDtypeStruct(shape, dtype)],
+        "flash_backward_finish_dq",
+        blocks=batch * strips * heads,
+        warpgroups=head_dim // COLUMNS,
+        staged=tiled_smem((head_dim // COLUMNS, STRIP, COLUMNS), dtype),
+    )(dq, factor, *([query_lengths] if has_lengths else []))
+    return result
+
+
+def _kernel(body, out_types, name: str, *, blocks: int, warpgroups=1, interpret=False, **scratch):
+    return plgpu.kernel(
+        body,
+        out_type=out_types,
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=mgpu.LoweringSemantics.Lane,
+        ),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )
+
+
+def _place(strips: int, heads: int):
+    """Batch row, strip and head of this block."""
+    block = lax.axis_index("block")
+    row, head = div(block, heads), rem(block, heads)
+    return div(row, strips), rem(row, strips), head
+
+
+def _when_valid(lengths, b, row0, run, otherwise=None) -> None:
+    """run() where the strip at row0 begins before the length of batch row b."""
+    if lengths is None:
+        run()
+        return
+    valid = row0 < lengths[b]
+    pl.when(valid)(run)
+    if otherwise is not None:
+        pl.when(jnp.logical_not(valid))(otherwise)
+
+
+def _strip_of_dq(block_q: int, head_dim: int, q_len: int, head, strip):
+    """Row of the dq buffer that holds this strip, and its first float there."""
+    strips_a_tile = block_q // STRIP
+    row = head * -(-q_len // block_q) + div(strip, strips_a_tile)
+    return row, rem(strip, strips_a_tile) * (STRIP * head_dim)
+
+
+def _row_dots(x, y):
+    """Sums over the rows of x * y, two tiles in shared memory, in float32."""
+    x, y = (plgpu.load(ref, layout=_EIGHT_LANES_A_ROW) for ref in (x, y))
+    return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1)
+
+
+def _load_dq(ref, shape: tuple[int, int]):
+    """What `mma.GpuOps.add_dq` added to ref (GMEM, flat float32), as an accumulator [64, n]."""
+    out = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=mma.ACC_LAYOUT)
+
+    inline_mgpu: Any = plgpu.inline_mgpu  # its annotation wants `load` called as it is written
+
+    @inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    def load(_, ref):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        const = lambda x: mgpu.utils.c(x, i32)
+        thread = arith.andi(mgpu.utils.thread_idx(), const(127))
+        base = mgpu.utils.memref_ptr(ref)
+        base = mgpu.utils.getelementptr(base, [arith.muli(thread, const(4))], f32)
+        four, one = (ir.VectorType.get((n,), f32) for n in (4, 1))
+        steps = shape[0] * shape[1] // 512
+        loaded = [
+            llvm.load(four, mgpu.utils.getelementptr(base, [g * 512], f32), alignment=16)
+            for g in range(steps)
+        ]
+        layout = fa.WGMMA_LAYOUT_ACC_32BIT
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        for i in range(4 * steps):
+            value = llvm.extractelement(loaded[i // 4], const(i % 4))
+            registers.flat[i] = vector.broadcast(one, value)
+        acc = fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return acc.to_layout(fa.WGMMA_LAYOUT)
+
+    return load(ref)
+
+
+def _finish_in_xla(dq, factor, shape, dtype, block_q: int, query_lengths):
+    """The same in XLA, for the buffer's order in interpret mode."""
+    batch, q_len, heads, head_dim = shape
+    dq = dq.sum(0).reshape(batch, heads, -1, block_q * head_dim)
+    dq = mma.InterpretOps.order_dq(dq, block_q, head_dim)  # (B, N, q tiles, block_q, H)
+    dq = dq.reshape(batch, heads, -1, head_dim)[:, :, :q_len].swapaxes(1, 2)
+    if query_lengths is not None:
+        valid = jnp.arange(q_len)[None] < query_lengths[:, None]
+        dq = jnp.where(valid[:, :, None, None], dq, 0.0)
+    return (dq * factor[:, None, None, None]).astype(dtype)

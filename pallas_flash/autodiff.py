@@ -11,13 +11,18 @@ implementation="xla" there.
 
 Residuals: the operands, out and lse, the last two under the checkpoint names below, so that a
 `jax.checkpoint` policy can save them and run the forward kernel once.
+
+Only gradients that someone asks for are made: that of a bias costs a buffer of its size. What no
+kernel makes (the gradients of soft cap and ALiBi slopes) comes from the formula, when asked for.
 """
 
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from pallas_flash import dispatch
 from pallas_flash.kernels import xla
@@ -47,29 +52,43 @@ def attend(problem: Problem, operands: Operands) -> tuple[Any, Any]:
 
 
 def _attend_fwd(problem, operands):
+    operands, wanted = _values_and_wanted(operands)
     out, lse = _forward(problem, operands)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (operands, out, lse)
+    return (out, lse), (operands, out, lse, wanted)
+
+
+def _values_and_wanted(operands):
+    """The operands, and by name (present or None: static) those that someone differentiates by."""
+    is_leaf = lambda x: isinstance(x, CustomVJPPrimal)
+    given = {n: getattr(operands, n) for n in DIFFERENTIABLE}
+    wanted = {n: () for n, x in given.items() if x is not None and x.perturbed}
+    return jax.tree.map(lambda x: x.value, operands, is_leaf=is_leaf), wanted
 
 
 def _attend_bwd(problem, residuals, cotangents):
-    operands, out, lse = residuals
-    grads = _backward(problem, operands, out, lse, *cotangents)
-    return (Operands(**grads, **_no_gradient(operands)),)
+    operands, out, lse, wanted = residuals
+    dout, dlse = (_dense(ct) for ct in cotangents)
+    present = frozenset(n for n in wanted) | {"query", "key", "value"}
+    grads = _backward(problem, present, operands, out, lse, dout, dlse)
+    return (Operands(**{n: grads.get(n) for n in operands._fields}),)
 
 
-attend.defvjp(_attend_fwd, _attend_bwd)
+attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-def _no_gradient(operands: Operands) -> dict[str, None]:
-    return {name: None for name in operands._fields if name not in DIFFERENTIABLE}
+def _dense(cotangent: Any) -> Any:
+    if isinstance(cotangent, SymbolicZero):
+        aval: Any = cotangent
+        return jnp.zeros(aval.shape, aval.dtype)
+    return cotangent
 
 
-def _split(operands: Operands) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Operands that have a gradient, and the rest, both without absent ones."""
+def _split(operands: Operands, names: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Operands to differentiate by, and the rest, both without absent ones."""
     present = {n: x for n, x in operands._asdict().items() if x is not None}
-    inexact = {n: x for n, x in present.items() if n in DIFFERENTIABLE}
-    return inexact, {n: x for n, x in present.items() if n not in DIFFERENTIABLE}
+    inexact = {n: x for n, x in present.items() if n in names}
+    return inexact, {n: x for n, x in present.items() if n not in names}
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -84,23 +103,30 @@ def _forward_jvp(problem, primals, tangents):
     return value, tangent
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(problem, operands, out, lse, dout, dlse):
-    """Gradients by name of every differentiable operand that is present."""
-    return _kernels().backward(problem, operands, out, lse, dout, dlse)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _backward(problem, wanted, operands, out, lse, dout, dlse):
+    """Gradients by name of the operands in `wanted`; what no kernel makes, by the formula."""
+    kernels = _kernels()
+    by_kernels = wanted & kernels.MADE_BY_KERNELS
+    grads = kernels.backward(problem, operands, out, lse, dout, dlse, by_kernels)
+    others = wanted - by_kernels
+    return grads | (_formula(problem, others, operands, dout, dlse) if others else {})
+
+
+def _formula(problem, wanted, operands, dout, dlse):
+    """Gradients by name, from the XLA formula."""
+    inexact, rest = _split(operands, wanted)
+    _, vjp = jax.vjp(lambda x: xla.attention(problem, Operands(**x, **rest)), inexact)
+    return vjp((dout, dlse))[0]
 
 
 @_backward.defjvp
-def _backward_jvp(problem, primals, tangents):
-    value = _backward(problem, *primals)
+def _backward_jvp(problem, wanted, primals, tangents):
+    value = _backward(problem, wanted, *primals)
 
     # out and lse are functions of the operands: the formula computes them from there, so their
     # own tangents carry nothing new.
-    def formula(operands, dout, dlse):
-        inexact, rest = _split(operands)
-        _, vjp = jax.vjp(lambda x: xla.attention(problem, Operands(**x, **rest)), inexact)
-        return vjp((dout, dlse))[0]
-
     pick = lambda seq: (seq[0], seq[3], seq[4])
+    formula = functools.partial(_formula, problem, wanted)
     _, tangent = jax.jvp(formula, pick(primals), pick(tangents))
     return value, tangent

@@ -6,9 +6,9 @@
     python -m pallas_flash.benchmark --show FILE     the table of figures written by --json
 
 Every result is checked before it is timed, against a peer or, where none takes the shape, against
-our other backward (`--deterministic`). On a GPU a time is that of the kernels
-(CUPTI: three warm-ups, then the median of ten launches), elsewhere wall time. `forward` is the
-call alone, `backward` is forward+backward minus forward, so it includes everything a gradient
+our XLA implementation or our other backward (`--deterministic`). On a GPU a time is that of the
+kernels (CUPTI: three warm-ups, then the median of ten launches), elsewhere wall time. `forward` is
+the call alone, `backward` is forward+backward minus forward, so it includes everything a gradient
 needs. These are bursts, not what a power-limited card holds for seconds: read the ratios.
 """
 
@@ -35,7 +35,16 @@ MAX_RELATIVE_ERROR = 1e-2  # between two bfloat16 implementations; rounding alon
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A named problem: B batch, T queries and keys, N and K heads, H head_dim."""
+    """A named problem: B batch, T queries and keys, N and K heads, H head_dim.
+
+    Attributes:
+      head_dim_v: of the value, where it differs.
+      lengths: true lengths, one a batch row.
+      documents: tokens of each of the documents packed into a row.
+      window: keys that a query sees before its own.
+      bias: dtype of a bias (1, N, T, T), which has a gradient, too.
+      soft_cap: of the logits.
+    """
 
     name: str
     batch: int
@@ -45,12 +54,24 @@ class Shape:
     head_dim: int
     causal: bool
     lengths: tuple[int, ...] | None = None
+    head_dim_v: int | None = None
+    documents: int | None = None
+    window: int | None = None
+    bias: str | None = None
+    soft_cap: float | None = None
 
     @property
     def forward_flops(self) -> float:
-        """4 B N T^2 H for the two products, half of it when causal, of the true lengths."""
+        """2 N (H + Hv) a pair, of the pairs that true lengths, documents and a window leave.
+
+        Half of them when causal: 4 B N T^2 H without any of these.
+        """
+        seen = self.window + 1 if self.window else (self.documents or self.length)
         pairs = sum(n * n for n in self.lengths or (self.length,) * self.batch)
-        return 4 * self.num_q_heads * pairs * self.head_dim * (0.5 if self.causal else 1)
+        pairs *= seen / self.length
+        if self.causal and not self.window:
+            pairs /= 2
+        return 2 * self.num_q_heads * pairs * (self.head_dim + (self.head_dim_v or self.head_dim))
 
     @property
     def backward_flops(self) -> float:
@@ -77,6 +98,11 @@ GPU_SHAPES = (
     *(Shape(f"d{d}-h16-t4096-causal", 4, 4096, 16, 16, d, True) for d in (80, 96, 192)),
     Shape("lengths-d128-causal", 4, 4096, 16, 16, 128, True, (4096, 3000, 1000, 100)),
     *(_dense(128, t, True) for t in (128, 512, 1024)),
+    Shape("packed-8x1024-d128-t8192-causal", 2, 8192, 16, 16, 128, True, documents=1024),
+    Shape("window-1024-gqa-32-8-d128-t16384", 1, 16384, 32, 8, 128, True, window=1023),
+    Shape("bias-d128-t4096-full", 4, 4096, 16, 16, 128, False, bias="bfloat16"),
+    Shape("soft-cap-50-d128-t8192-causal", 2, 8192, 16, 16, 128, True, soft_cap=50.0),
+    Shape("mla-192-128-t4096-causal", 4, 4096, 16, 16, 192, True, head_dim_v=128),
 )
 QUICK_SHAPES = tuple(_dense(d, 8192, True) for d in (64, 128, 256))
 CPU_SHAPES = tuple(
@@ -86,38 +112,40 @@ CPU_SHAPES = tuple(
 )
 
 
-def implementations(deterministic: bool = False) -> dict[str, Callable[..., jax.Array]]:
-    """Ours and every peer that is installed: f(q, k, v, causal=..., lengths=...)."""
+def implementations(
+    shape: Shape, deterministic: bool = False
+) -> dict[str, Callable[..., jax.Array]]:
+    """Ours and every peer that is installed: f(q, k, v, arrays)."""
+    common: dict[str, Any] = dict(is_causal=shape.causal)
+    if shape.window:
+        common["local_window_size"] = (shape.window, 0)
 
-    def ours(q, k, v, *, causal, lengths, **kwargs):
-        return pallas_flash.dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=causal,
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
-            **kwargs,
-        )
+    def ours(q, k, v, arrays, **options):
+        if shape.soft_cap:
+            options["logits_soft_cap"] = shape.soft_cap
+        return pallas_flash.dot_product_attention(q, k, v, **arrays, **common, **options)
 
-    def of_jax(q, k, v, *, causal, lengths, implementation):
+    def of_jax(q, k, v, arrays, implementation):
+        if shape.soft_cap:
+            raise NotImplementedError("jax.nn has no soft cap")
+        arrays = dict(arrays)
+        if shape.documents:
+            ids = arrays.pop("query_segment_ids")
+            del arrays["key_value_segment_ids"]
+            arrays["mask"] = ids[:1, None, :, None] == ids[:1, None, None, :]
         return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=causal,
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
-            implementation=implementation,
+            q, k, v, **arrays, **common, implementation=implementation
         )
 
     found: dict[str, Callable[..., jax.Array]] = {"pallas_flash": ours}
-    if deterministic:
+    if deterministic and not shape.bias:
         found["deterministic"] = functools.partial(ours, deterministic_backward=True)
     if jax.default_backend() != "gpu":
         found["jax.nn xla"] = functools.partial(of_jax, implementation="xla")
         return found
     found["cudnn"] = functools.partial(of_jax, implementation="cudnn")
+    if shape.soft_cap or shape.head_dim_v:  # which cuDNN does not take: something must check ours
+        found["chunked xla"] = functools.partial(ours, implementation="xla")
     return found
 
 
@@ -147,31 +175,42 @@ def wall_times(function: Callable[..., Any], *args: Any) -> float:
 
 
 def _inputs(shape: Shape, dtype: Any):
-    keys = jax.random.split(jax.random.key(0), 4)
+    """q, k, v, dout; lengths or None; and the other arrays by argument name, a bias among them."""
+    keys = jax.random.split(jax.random.key(0), 5)
     heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_q_heads)
-    arrays = [
-        jax.random.normal(key, (shape.batch, shape.length, n, shape.head_dim), dtype)
-        for key, n in zip(keys, heads, strict=True)
-    ]
-    lengths = None if shape.lengths is None else jnp.array(shape.lengths, jnp.int32)
-    if lengths is not None:  # implementations differ in rows past the length: ask nothing of them
+    head_dim_v = shape.head_dim_v or shape.head_dim
+    dims = (shape.head_dim, shape.head_dim, head_dim_v, head_dim_v)
+    q, k, v, dout = (
+        jax.random.normal(key, (shape.batch, shape.length, n, dim), dtype)
+        for key, n, dim in zip(keys, heads, dims, strict=False)
+    )
+    arrays, lengths = {}, None
+    if shape.lengths is not None:  # implementations differ in rows past the length: ask nothing
+        lengths = jnp.array(shape.lengths, jnp.int32)
         inside = jnp.arange(shape.length)[None] < lengths[:, None]
-        arrays[3] = jnp.where(inside[:, :, None, None], arrays[3], 0)
-    return arrays, lengths
+        dout = jnp.where(inside[:, :, None, None], dout, 0)
+        arrays |= dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    if shape.documents:
+        ids = jnp.arange(shape.length, dtype=jnp.int32) // shape.documents
+        ids = jnp.broadcast_to(ids, (shape.batch, shape.length))
+        arrays |= dict(query_segment_ids=ids, key_value_segment_ids=ids)
+    if shape.bias:
+        size = (1, shape.num_q_heads, shape.length, shape.length)
+        arrays["bias"] = jax.random.normal(keys[4], size, shape.bias)
+    return (q, k, v, dout), lengths, arrays
 
 
-def _passes(attention: Callable[..., jax.Array], shape: Shape):
-    """Jitted forward(q, k, v, lengths) and both(q, k, v, dout, lengths) -> out and gradients."""
+def _passes(attention: Callable[..., jax.Array]):
+    """Jitted forward(q, k, v, arrays) and both(q, k, v, dout, arrays) -> out and gradients."""
+    forward = jax.jit(attention)
 
     @jax.jit
-    def forward(q, k, v, lengths):
-        return attention(q, k, v, causal=shape.causal, lengths=lengths)
-
-    @jax.jit
-    def both(q, k, v, dout, lengths):
-        call = lambda q, k, v: attention(q, k, v, causal=shape.causal, lengths=lengths)
-        out, vjp = jax.vjp(call, q, k, v)
-        return out, *vjp(dout)
+    def both(q, k, v, dout, arrays):
+        inexact = {name: x for name, x in arrays.items() if name == "bias"}
+        call = lambda q, k, v, inexact: attention(q, k, v, arrays | inexact)
+        out, vjp = jax.vjp(call, q, k, v, inexact)
+        *gradients, others = vjp(dout)
+        return out, *gradients, *others.values()
 
     return forward, both
 
@@ -183,25 +222,26 @@ def _relative_error(got, wanted):
 
 
 def _mask_rows(x, lengths):
-    if lengths is None:
+    if lengths is None or x.shape[0] != lengths.shape[0]:
         return x
     inside = jnp.arange(x.shape[1])[None] < lengths[:, None]
     return jnp.where(inside[:, :, None, None], x, 0)
 
 
-def run_shape(shape: Shape, dtype: Any, chosen: dict[str, Callable[..., jax.Array]]) -> dict:
+def run_shape(shape: Shape, dtype: Any, deterministic: bool = False) -> dict:
     """Checks and times one shape with every implementation."""
     measure = kernel_times if jax.default_backend() == "gpu" else wall_times
-    (q, k, v, dout), lengths = _inputs(shape, dtype)
+    (q, k, v, dout), lengths, arrays = _inputs(shape, dtype)
     row: dict[str, Any] = dataclasses.asdict(shape) | {"results": {}}
-    passes = {name: _passes(f, shape) for name, f in chosen.items()}
+    chosen = implementations(shape, deterministic)
+    passes = {name: _passes(f) for name, f in chosen.items()}
     reference = None
     for name in reversed(chosen):  # peers first: ours is checked against the last of them
         forward, both = passes[name]
         result: dict[str, Any] = {}
         row["results"][name] = result
         try:
-            got = [_mask_rows(x, lengths) for x in both(q, k, v, dout, lengths)]
+            got = [_mask_rows(x, lengths) for x in both(q, k, v, dout, arrays)]
             if reference is None:
                 reference = got
             else:
@@ -211,8 +251,8 @@ def run_shape(shape: Shape, dtype: Any, chosen: dict[str, Callable[..., jax.Arra
                     result["failed"] = f"relative errors {errors}"
                     continue
             del got
-            forward_ms = measure(forward, q, k, v, lengths)
-            both_ms = measure(both, q, k, v, dout, lengths)
+            forward_ms = measure(forward, q, k, v, arrays)
+            both_ms = measure(both, q, k, v, dout, arrays)
         except Exception as error:  # a peer that refuses a shape is a row of the table, too
             result["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
@@ -276,7 +316,9 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="three shapes only")
-    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="shapes whose name contains this, or one of these"
+    )
     parser.add_argument(
         "--deterministic", action="store_true", help="also time deterministic_backward=True"
     )
@@ -294,8 +336,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{device}, jax {jax.__version__}, {jnp.dtype(dtype).name}", flush=True)
     rows = []
     for shape in shapes:
-        if options.only in shape.name:
-            rows.append(run_shape(shape, dtype, implementations(options.deterministic)))
+        if any(part in shape.name for part in options.only.split(",")):
+            rows.append(run_shape(shape, dtype, options.deterministic))
             _print_row(rows[-1])
             if options.json:
                 told = dict(device=device, jax=jax.__version__, dtype=jnp.dtype(dtype).name)

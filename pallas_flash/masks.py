@@ -162,10 +162,28 @@ class Mask:
         del q_pos, kv_pos, values
         return None
 
+    def tiles_beyond_bounds(self, values: MaskValues, block_q: int, block_kv: int):
+        """Of the same, for every tile: (may any pair pass, do all pass); None: all do.
+
+        Args:
+          values: whole arrays: segments (1|B, T) and (1|B, S), dense (1|B, 1|N, 1|T, 1|S).
+          block_q, block_kv: sizes of a tile.
+
+        Returns:
+          bool, (1|B, 1|N, 1 or q tiles, 1 or kv tiles). What lies past an end counts for neither.
+        """
+        del values, block_q, block_kv
+        return None
+
     @property
     def is_bounds(self) -> bool:
         """True when `bounds` says everything."""
         return type(self).allowed_beyond_bounds is Mask.allowed_beyond_bounds
+
+    @property
+    def is_steady(self) -> bool:
+        """Neighbouring queries see about as many keys, whatever the run-time numbers."""
+        return False
 
     def allowed(self, q_pos, kv_pos, values: MaskValues):
         """Bool, broadcast of q_pos and kv_pos: may this query see this key? None: always."""
@@ -205,6 +223,10 @@ class And(Mask):
     def is_bounds(self):
         return all(mask.is_bounds for mask in self.masks)
 
+    @property
+    def is_steady(self):
+        return all(mask.is_steady for mask in self.masks)
+
     def parts(self):
         return self.masks
 
@@ -214,6 +236,10 @@ class Causal(Mask):
     """kv_pos <= q_pos + shift. Shift 0 aligns top-left, kv_len - q_len bottom-right."""
 
     shift: int = 0
+
+    @property
+    def is_steady(self):
+        return True
 
     def bounds(self, values):
         return Bounds(upper=self.shift)
@@ -226,6 +252,10 @@ class Window(Mask):
     has_left: bool
     has_right: bool
     shift: int = 0
+
+    @property
+    def is_steady(self):
+        return True
 
     def bounds(self, values):
         lower = self.shift - larger(0, _i32(values.window_left)) if self.has_left else None
@@ -254,6 +284,19 @@ class Segments(Mask):
     def allowed_beyond_bounds(self, q_pos, kv_pos, values):
         return values.query_segments == values.kv_segments
 
+    def tiles_beyond_bounds(self, values, block_q, block_kv):
+        q_ids = _in_blocks(values.query_segments, 1, block_q, mode="edge")
+        kv_ids = _in_blocks(values.kv_segments, 1, block_kv, mode="edge")
+        (q_min, q_max), (kv_min, kv_max) = (
+            (ids.min(2).reshape(shape), ids.max(2).reshape(shape))
+            for ids, shape in (
+                (q_ids, (-1, 1, q_ids.shape[1], 1)),
+                (kv_ids, (-1, 1, 1, kv_ids.shape[1])),
+            )
+        )
+        every = (q_min == q_max) & (kv_min == kv_max) & (q_min == kv_min)
+        return (q_min <= kv_max) & (kv_min <= q_max), every
+
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Mask):
@@ -261,6 +304,23 @@ class Dense(Mask):
 
     def allowed_beyond_bounds(self, q_pos, kv_pos, values):
         return values.dense
+
+    def tiles_beyond_bounds(self, values, block_q, block_kv):
+        def reduced(fill, reduce):
+            x = values.dense
+            for axis, block in ((3, block_kv), (2, block_q)):
+                if x.shape[axis] > 1:
+                    x = reduce(_in_blocks(x, axis, block, constant_values=fill), axis + 1)
+            return x
+
+        return reduced(False, jnp.any), reduced(True, jnp.all)
+
+
+def _in_blocks(x, axis: int, block: int, **padding):
+    """`axis` cut into (blocks, block), padded at its end."""
+    pads = [(0, -n % block if i == axis else 0) for i, n in enumerate(x.shape)]
+    x = jnp.pad(x, pads, **padding) if pads[axis][1] else x
+    return x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
 
 
 def hide(scores: jax.Array, allowed) -> jax.Array:

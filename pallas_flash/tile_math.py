@@ -23,6 +23,51 @@ def soft_capped(logits, cap):
     return cap * jnp.tanh(logits / cap)
 
 
+_MOST_BIAS = 1e37
+
+
+def bias_in_scores(bias, inverse_scale):
+    """A bias as an addend of q.k, finite where it is: only -inf hides.
+
+    finfo.min is a common way to write a mask. Divided by the scale it would overflow.
+    """
+    return jnp.where(bias == -jnp.inf, bias, jnp.maximum(bias * inverse_scale, -_MOST_BIAS))
+
+
+_SMALL = 0.75
+# Odd polynomial for tanh up to _SMALL, fitted to an error of 4e-7.
+_TANH = (0.999999463558197, -0.33328500390052795, 0.13261181116, -0.0501186065376, 0.0129848755896)
+
+
+def squashed(scores, factor, all_within):
+    """tanh(factor * scores), to 4e-7.
+
+    all_within: (tile, limit) -> are all of some group of elements within +-limit? Most logits are
+    small against their cap, and there tanh is a short polynomial: no exponential, of which a GPU
+    makes few in the time of a product.
+    """
+    x = scores * factor
+    if all_within is None:
+        return _any_tanh(x)
+    return lax.cond(all_within(x, _SMALL), lambda: _small_tanh(x), lambda: _any_tanh(x))
+
+
+def _small_tanh(x):
+    square, sum_ = x * x, _TANH[-1]
+    for coefficient in _TANH[-2::-1]:
+        sum_ = sum_ * square + coefficient
+    return x * sum_
+
+
+def _any_tanh(x):
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
+
+
+def squash_slope(squashed):
+    """The derivative of a soft-capped logit by the logit, from its tanh."""
+    return 1.0 - squashed * squashed
+
+
 def alibi(slope, q_pos, kv_pos, shift: int):
     """-slope * |kv_pos - q_pos - shift|, the broadcast of the three, in the dtype of slope.
 

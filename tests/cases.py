@@ -65,7 +65,7 @@ class Case:
 
 
 def _make_array(spec: Any, rng: np.random.Generator) -> jax.Array:
-    """A list of numbers as it is; ('bool' | 'slopes' | 'float32' | ..., shape) at random."""
+    """A list of numbers as it is; ('bool' | 'ids' | 'float32' | ..., shape) at random."""
     if isinstance(spec, (list, float)):
         return jnp.asarray(np.asarray(spec, np.float32 if isinstance(spec, float) else np.int32))
     kind, shape = spec
@@ -73,6 +73,11 @@ def _make_array(spec: Any, rng: np.random.Generator) -> jax.Array:
         return jnp.asarray(rng.random(shape) < 0.6)
     if kind == "ids":
         return jnp.asarray(np.sort(rng.integers(0, 4, shape), axis=-1).astype(np.int32))
+    if kind == "mixed ids":
+        return jnp.asarray(rng.integers(0, 4, shape).astype(np.int32))
+    if kind == "blocks":  # whole tiles of 128 keys hidden, visible, and mixed
+        blocks = np.resize([0.0, 1.0, 0.5], -(-shape[-1] // 128)).repeat(128)[: shape[-1]]
+        return jnp.asarray(rng.random(shape) < blocks)
     if kind == "slopes":
         return jnp.asarray(rng.uniform(0.0, 0.5, shape).astype(np.float32))
     if kind == "key":
@@ -82,6 +87,29 @@ def _make_array(spec: Any, rng: np.random.Generator) -> jax.Array:
 
 CAUSAL = {"is_causal": True}
 BOTTOM_RIGHT = {"is_causal": True, "causal_alignment": "bottom_right"}
+
+EVERYTHING = {
+    "local_window_size": (150, 20),
+    "logits_soft_cap": 6.0,
+    "dropout_rate": 0.2,
+    "broadcast_dropout": True,
+}
+
+
+def _every_array(batch, q_len, kv_len, heads):
+    return {
+        "query_segment_ids": ("ids", (batch, q_len)),
+        "key_value_segment_ids": ("ids", (batch, kv_len)),
+        "query_seq_lengths": [q_len - 60] * batch,
+        "key_value_seq_lengths": [kv_len - 9] * batch,
+        "mask": ("bool", (batch, 1, 1, kv_len)),
+        "bias": ("float32", (batch, heads, q_len, kv_len)),
+        "alibi_slopes": ("slopes", (heads,)),
+        "sinks": ("float32", (heads,)),
+        "dropout_rng": ("key", None),
+        "scale": 0.2,
+    }
+
 
 FUSED = (
     Case("full-bf16"),
@@ -135,10 +163,6 @@ FUSED = (
     Case("scale-traced", arrays={"scale": 0.3}),
     Case("scale-negative", static={"scale": -0.2, "is_causal": True}),
     Case("scale-zero-traced", arrays={"scale": 0.0}, heads=(4, 2)),
-)
-
-UNFUSED = (
-    Case("f32-causal", dtype="float32", static=CAUSAL),
     Case("window-both", static={"local_window_size": (7, 3)}, q_len=130, kv_len=130),
     Case("window-left-causal", static={"local_window_size": (16, None), "is_causal": True}),
     Case("window-bottom-right", q_len=60, static=BOTTOM_RIGHT | {"local_window_size": 20}),
@@ -152,7 +176,6 @@ UNFUSED = (
     Case(
         "mask-f16-causal", dtype="float16", static=CAUSAL, arrays={"mask": ("bool", (1, 1, 1, 136))}
     ),
-    Case("mask-per-head", arrays={"mask": ("bool", (1, 2, 136, 136))}, dtype="float32"),
     Case(
         "bias-f32-broadcast", batch=2, heads=(4, 2), arrays={"bias": ("float32", (1, 4, 136, 136))}
     ),
@@ -182,6 +205,86 @@ UNFUSED = (
         batch=2,
         static={"dropout_rate": 0.25},
         arrays={"dropout_rng": ("key", None)},
+    ),
+    Case(
+        "window-gqa-d128-causal",
+        q_len=300,
+        kv_len=300,
+        heads=(4, 2),
+        dims=(128, 128),
+        static=CAUSAL | {"local_window_size": (70, 0)},
+    ),
+    Case("window-d256", q_len=200, dims=(256, 256), static={"local_window_size": (0, 20)}),
+    Case(
+        "segments-packed-d128-causal",
+        q_len=400,
+        kv_len=400,
+        heads=(4, 2),
+        dims=(128, 128),
+        static=CAUSAL,
+        arrays={"query_segment_ids": ("ids", (1, 400)), "key_value_segment_ids": ("ids", (1, 400))},
+    ),
+    Case(
+        "segments-any-order-d256",
+        batch=2,
+        q_len=200,
+        dims=(256, 256),
+        arrays={
+            "query_segment_ids": ("mixed ids", (2, 200)),
+            "key_value_segment_ids": ("mixed ids", (2, 136)),
+        },
+    ),
+    Case("mask-blocks", heads=(4, 2), kv_len=400, arrays={"mask": ("blocks", (1, 4, 136, 400))}),
+    Case(
+        "bias-bf16-d128-gqa",
+        batch=2,
+        q_len=200,
+        kv_len=256,
+        heads=(4, 2),
+        dims=(128, 128),
+        arrays={"bias": ("bfloat16", (1, 4, 200, 256))},
+    ),
+    Case("bias-f32-whole-lines", kv_len=160, arrays={"bias": ("float32", (1, 2, 136, 160))}),
+    Case("bias-full-d256", dims=(256, 256), arrays={"bias": ("float16", (1, 2, 136, 136))}),
+    Case(
+        "bias-full-deterministic",
+        static={"deterministic_backward": True, "logits_soft_cap": 9.0},
+        arrays={"bias": ("float32", (1, 2, 136, 136))},
+    ),
+    Case(
+        "dropout-d256-soft-cap-causal",
+        dims=(256, 256),
+        static=CAUSAL | {"dropout_rate": 0.4, "logits_soft_cap": 5.0},
+        arrays={"dropout_rng": ("key", None)},
+    ),
+    Case(
+        "everything-gqa-d128",
+        batch=2,
+        q_len=270,
+        kv_len=300,
+        heads=(4, 2),
+        dims=(128, 128),
+        static=BOTTOM_RIGHT | EVERYTHING,
+        arrays=_every_array(2, 270, 300, 4),
+    ),
+    Case(
+        "everything-deterministic",
+        batch=1,
+        q_len=270,
+        kv_len=300,
+        static=BOTTOM_RIGHT | EVERYTHING | {"deterministic_backward": True},
+        arrays=_every_array(1, 270, 300, 2),
+    ),
+)
+
+UNFUSED = (
+    Case("f32-causal", dtype="float32", static=CAUSAL),
+    Case("mask-per-head", arrays={"mask": ("bool", (1, 2, 136, 136))}, dtype="float32"),
+    Case(
+        "shared-bias-deterministic",
+        batch=2,
+        static={"deterministic_backward": True},
+        arrays={"bias": ("float32", (1, 2, 136, 136))},
     ),
 )
 

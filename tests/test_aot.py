@@ -7,16 +7,40 @@ core work, which make a kernel slower and change no result, so no other test on 
 import os
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import pallas_flash
 from pallas_flash import dispatch, tuned
 from tests import aot
 
-MASKS = {  # name: (static arguments, lengths too, query heads a kv head)
-    "full": ({}, False, 1),
-    "causal-lengths": ({"is_causal": True}, True, 2),
+CAUSAL = {"is_causal": True}
+# name: (static arguments, arrays by name: (dtype, shape), query heads a kv head). B 2, K 2, T 1024.
+VARIANTS = {
+    "full": ({}, {}, 1),
+    "causal-lengths": (
+        CAUSAL,
+        {"query_seq_lengths": ("int32", (2,)), "key_value_seq_lengths": ("int32", (2,))},
+        2,
+    ),
+    "causal-lengths-gqa4": (CAUSAL, {"query_seq_lengths": ("int32", (2,))}, 4),
+    "window": (CAUSAL | {"local_window_size": (300, 0)}, {}, 2),
+    "segments": (
+        CAUSAL,
+        {
+            "query_segment_ids": ("int32", (2, 1024)),
+            "key_value_segment_ids": ("int32", (2, 1024)),
+        },
+        1,
+    ),
+    "mask": ({}, {"mask": ("bool", (2, 1, 1024, 1024))}, 1),
+    "bias": ({}, {"bias": ("float32", (1, 2, 1024, 1024))}, 1),
+    "soft-cap": (CAUSAL | {"logits_soft_cap": 50.0}, {}, 1),
+    "dropout": (CAUSAL | {"dropout_rate": 0.1}, {"dropout_rng": ("uint32", (2,))}, 1),
+    "alibi-sinks": (
+        CAUSAL,
+        {"alibi_slopes": ("float32", (2,)), "sinks": ("float32", (2,))},
+        1,
+    ),
 }
 # Equal head dims are what people run: no mask and the one of most registers, and the other dtype.
 THOROUGH = [
@@ -25,6 +49,8 @@ THOROUGH = [
     ("causal-lengths", "float16"),
     ("causal-lengths", "bfloat16", True),  # deterministic: dq has a kernel of its own
 ]
+TERMS = [(name, "bfloat16") for name in [*VARIANTS][2:]]
+LIGHT_TERMS = ("window", "segments", "alibi-sinks")  # few registers: looked at for 128 only
 BRIEF = [("causal-lengths", "bfloat16")]
 LOG = """
 ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized \
@@ -42,9 +68,9 @@ ptxas info    : Used 90 registers, used 2 barriers, 1 bytes smem
 """
 
 
-def gradient(head_dim, head_dim_v, mask, dtype, deterministic=False):
+def gradient(head_dim, head_dim_v, variant, dtype, deterministic=False):
     """A function whose kernels are the forward and the backward of one call, and its arguments."""
-    static, has_lengths, q_per_kv = MASKS[mask]
+    static, extra, q_per_kv = VARIANTS[variant]
     batch, length, kv_heads = 2, 1024, 2
     shape = lambda heads, width: jax.ShapeDtypeStruct((batch, length, heads, width), dtype)
     arrays = {
@@ -52,22 +78,21 @@ def gradient(head_dim, head_dim_v, mask, dtype, deterministic=False):
         "key": shape(kv_heads, head_dim),
         "value": shape(kv_heads, head_dim_v),
     }
-    if has_lengths:
-        lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        arrays |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    arrays |= {name: jax.ShapeDtypeStruct(s, dt) for name, (dt, s) in extra.items()}
+    wrt = ("query", "key", "value", "bias", "sinks")
 
     def run(arrays, dout):
-        def attend(qkv):
+        def attend(inexact):
             return pallas_flash.dot_product_attention(
-                **(arrays | qkv),
+                **(arrays | inexact),
                 **static,
                 implementation="mosaic_gpu",
                 deterministic_backward=deterministic,
             )
 
         with dispatch.assume_device("gpu", (9, 0)):
-            qkv = {name: arrays[name] for name in ("query", "key", "value")}
-            out, vjp = jax.vjp(attend, qkv)
+            inexact = {name: arrays[name] for name in wrt if name in arrays}
+            out, vjp = jax.vjp(attend, inexact)
             return out, vjp(dout)
 
     return run, (arrays, shape(kv_heads * q_per_kv, head_dim_v))
@@ -93,28 +118,46 @@ def test_unreadable_log_is_an_error():
         aot.parse_ptxas_log("Compiling entry function 'a' for 'sm_90a'\n")
 
 
+def _cases(head_dim):
+    for head_dim_v in tuned.HEAD_DIMS:
+        for variant in THOROUGH if head_dim == head_dim_v else BRIEF:
+            yield head_dim, head_dim_v, *variant
+
+
 @pytest.mark.parametrize("head_dim", tuned.HEAD_DIMS)
 def test_compiles_clean(head_dim):
+    _check([*_cases(head_dim)])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_terms_compile_clean(head_dim):
+    terms = TERMS if head_dim == 128 else [t for t in TERMS if t[0] not in LIGHT_TERMS]
+    _check([(head_dim, head_dim, *variant) for variant in terms])
+
+
+def _check(cases):
     _require_wheels()
-    cases = [
-        (head_dim, head_dim_v, *variant)
-        for head_dim_v in tuned.HEAD_DIMS
-        for variant in (THOROUGH if head_dim == head_dim_v else BRIEF)
-    ]
     for case, kernels in zip(cases, aot.kernels_of("tests.test_aot:gradient", cases), strict=True):
         print(case, *kernels, sep="\n  ")
-        backward = [kernel for kernel in kernels if "backward" in kernel.name]
+        names = [kernel.name for kernel in kernels]
+        ends = [name for name in names if name.endswith(("row_dots", "zeros", "finish_dq"))]
+        backward = [name for name in names if "backward" in name and name not in ends]
+        # Kernels that calls share are compiled once: a deterministic one shares its forward.
         assert len(backward) == 1 + (True in case), "backward and, if asked for, dq"
-        # A deterministic call shares its forward with the other, and newer JAX compiles it once.
-        assert len(kernels) - len(backward) == 1 or True in case, "forward"
+        assert len(names) - len(backward) - len(ends) == 1 or True in case, "forward"
         for kernel in kernels:
-            row = _row(kernel.name, *case[:2], mask=case[2])
             assert not kernel.notes, f"{case} {kernel.name}: tensor core work is serialized"
-            assert kernel.spill_bytes <= row.spill_bytes, f"{case} {kernel}, recorded: {row}"
+            limit = 0 if kernel.name in ends else _limit(kernel.name, *case[:3])
+            assert kernel.spill_bytes <= limit, f"{case} {kernel}, recorded: {limit}"
 
 
-def _row(kernel_name, head_dim, head_dim_v, *, mask):
+def _limit(kernel_name, head_dim, head_dim_v, variant):
     if "dq" in kernel_name:
-        return tuned.tuned_dq(head_dim, head_dim_v)
-    find = tuned.tuned_backward if "backward" in kernel_name else tuned.tuned_forward
-    return find(head_dim, head_dim_v, is_masked=mask != "full")
+        row = tuned.tuned_dq(head_dim, head_dim_v)
+    else:
+        sizes = dict(head_dim=head_dim, head_dim_v=head_dim_v, is_masked=variant != "full")
+        if "backward" in kernel_name:
+            row = tuned.tuned_backward(**sizes)
+        else:
+            row = tuned.tuned_forward(**sizes, bias_bytes=4 if variant == "bias" else None)
+    return row.term_spill_bytes if (variant, "bfloat16") in TERMS else row.spill_bytes

@@ -72,6 +72,17 @@ SLOW_WITHOUT_GPU = {
     "full-d256",
     "wide-value-64-200",
     "lengths-d256-causal",
+    "window-both",
+    "window-bottom-right",
+    "window-d256",
+    "segments-any-order-d256",
+    "mask-per-batch",
+    "mask-f16-causal",
+    "bias-bf16-row",
+    "bias-full-d256",
+    "soft-cap-traced",
+    "alibi-per-batch-long-kv",
+    "alibi-soft-cap-bottom-right-f16",
 }
 
 

@@ -93,6 +93,53 @@ def test_vmap_over_a_scale_and_lengths(implementation):
     _close(got, wanted, "xla")
 
 
+@pytest.mark.parametrize("mapped", ["queries", "terms", "everything"])
+def test_vmap_folds_every_term(mapped):
+    """Terms that are not mapped serve all examples; a bias that is has a gradient of its own."""
+    batch, size, heads, examples = 2, 24, 2, 2
+    q, k, v = _qkv("mosaic_gpu", (batch, size, heads, 64))
+    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+    ids = jnp.sort(jax.random.randint(jax.random.key(3), (batch, size), 0, 3))
+    terms = dict(
+        bias=normal(1, 1, heads, size, size),
+        mask=normal(2, 1, 1, size, size) < 1.0,
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+        local_window_size=jnp.array([9, 5]),
+        sinks=normal(4, heads),
+        alibi_slopes=jnp.abs(normal(5, heads)),
+        key_value_seq_lengths=jnp.array([20, 24]),
+    )
+    stack = lambda x: jnp.stack([x, jnp.flip(x, -1)])
+    if mapped != "terms":
+        q = stack(q)
+    if mapped != "queries":
+        terms = jax.tree.map(stack, terms)
+    inexact = {n: terms.pop(n) for n in ("bias", "sinks")}
+
+    def loss(q, inexact, terms, implementation):
+        window = tuple(terms["local_window_size"])
+        out = dot_product_attention(
+            q,
+            k,
+            v,
+            **inexact,
+            **(terms | dict(local_window_size=window)),
+            implementation=implementation,
+        )
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    def run(implementation):
+        axes = (None if mapped == "terms" else 0, *(None if mapped == "queries" else 0,) * 2)
+        gradients = jax.value_and_grad(loss, (0, 1))
+        f = lambda *x: gradients(*x, implementation)
+        return jax.vmap(f, axes, axis_size=examples)(q, inexact, terms)
+
+    with runnable("mosaic_gpu"):
+        got = run("mosaic_gpu")
+    _close(got, run("xla"), "mosaic_gpu")
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_jacobian(implementation):
     q, k, v = _qkv(implementation, (1, 3, 1, 4))
@@ -270,7 +317,9 @@ def test_checkpoint_policies_decide_how_often_the_forward_kernel_runs(policy, fo
         traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(q, k, v)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert _calls_of(text, "flash_forward") == forward_kernels
-    assert _calls_of(text, "flash_backward") == 1
+    for kernel in ("flash_backward_row_dots", "flash_backward_zeros", "flash_backward_finish_dq"):
+        assert _calls_of(text, kernel) == 1
+    assert _calls_of(text, "flash_backward") == 4, "the three, and the backward itself"
 
 
 def _calls_of(text, kernel):
@@ -311,43 +360,34 @@ def test_lowers_with_x64():
     with jax.enable_x64(True), dispatch.assume_device("gpu", (9, 0)):
         traced = jax.jit(jax.grad(loss, (0, 1, 2, 4))).trace(q, k, v, lengths, 0.3)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 2
+    kernels = ("forward", "row_dots", "zeros", "backward", "finish_dq")
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == len(kernels)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_x64_changes_neither_results_nor_dtypes(implementation):
-    q, k, v = _qkv(implementation, (2, 40, 2, 64))
-    lengths = jnp.array([3, 40])
+def test_every_term_lowers_with_x64():
+    q, k, v = _qkv("mosaic_gpu", (2, 128, 4, 128), kv_heads=2)
+    ids, normal = jnp.zeros((2, 128), jnp.int32), jax.random.normal
+    terms = dict(
+        bias=normal(jax.random.key(1), (1, 4, 128, 128)).astype(jnp.bfloat16),
+        sinks=jnp.zeros(4),
+    )
+    rest = dict(
+        mask=jnp.ones((2, 1, 128, 128), bool),
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+        alibi_slopes=jnp.ones(4),
+        dropout_rng=jax.random.key_data(jax.random.key(0)),
+    )
+    static = dict(dropout_rate=0.1, logits_soft_cap=5.0, local_window_size=(9, 5))
 
-    def run(q, k, v):
-        f = lambda q, k, v: dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            key_value_seq_lengths=lengths,
-            return_residual=True,
-            implementation=implementation,
-        )
-        (out, lse), vjp = jax.vjp(f, q, k, v)
-        return out, lse, *vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+    def lowered(rest, static):
+        def loss(q, terms, rest):
+            out = dot_product_attention(q, k, v, **terms, **rest, **static)
+            return out.astype(jnp.float32).sum()
 
-    with runnable(implementation):
-        wanted = run(q, k, v)
-        jax.config.update("jax_enable_x64", True)  # for interpret mode's threads, too
-        try:
-            got = run(q, k, v)
-        finally:
-            jax.config.update("jax_enable_x64", False)
-    for a, b in zip(got, wanted, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-6)
+        with jax.enable_x64(True), dispatch.assume_device("gpu", (9, 0)):
+            traced = jax.jit(jax.grad(loss, (0, 1))).trace(q, terms, rest)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-
-def test_float64():
-    with jax.enable_x64(True):
-        keys = jax.random.split(jax.random.key(0), 3)
-        q, k, v = (jax.random.normal(key, (1, 9, 2, 4), jnp.float64) for key in keys)
-        out, lse = dot_product_attention(q, k, v, is_causal=True, scale=0.5, return_residual=True)
-        assert out.dtype == lse.dtype == jnp.float64
-        np.testing.assert_allclose(out, _dense(q, k, v, 0.5), atol=1e-12)
+    assert "mosaic_gpu" in lowered(rest, static)
+    assert "mosaic_gpu" in lowered({}, {}), "a walk whose ends are static"

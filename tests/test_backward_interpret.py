@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward, backward_keys, backward_roles
+from pallas_flash.kernels.sm90.call import Extras
 from tests.races import MISSING_WAIT, races_raise
 
 KEYS_64 = BackwardConfig(block_q=128)
@@ -169,7 +170,7 @@ def _run(case: Case, arrays: Arrays):
     for row, length in zip(delta, case.query_lengths or (), strict=bool(case.query_lengths)):
         row[:, length:] = np.nan
     with races_raise():
-        grads = backward.flash_backward(
+        *grads, dbias = backward.flash_backward(
             _pad(_spoil(arrays.q, case.query_lengths)),
             _pad(_spoil(arrays.k, case.kv_lengths)),
             _pad(_spoil(arrays.v, case.kv_lengths)),
@@ -180,13 +181,13 @@ def _run(case: Case, arrays: Arrays):
             mask=case.mask,
             q_len=case.q_len,
             kv_len=case.kv_len,
-            query_lengths=i32(case.query_lengths),
-            kv_lengths=i32(case.kv_lengths),
+            extras=Extras(query_lengths=i32(case.query_lengths), kv_lengths=i32(case.kv_lengths)),
             config=case.config,
             make_dq=case.make_dq,
             interpret=True,
         )
         jax.block_until_ready(grads)
+    assert dbias is None
     sizes = (case.q_len, case.kv_len, case.kv_len)
     return [
         None if g is None else np.asarray(g).astype(np.float64)[:, :n]

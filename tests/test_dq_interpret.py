@@ -10,6 +10,7 @@ import pytest
 from pallas_flash import hardware, masks, tuned
 from pallas_flash.config import DqConfig
 from pallas_flash.kernels.sm90 import backward_dq
+from pallas_flash.kernels.sm90.call import Extras
 from tests import test_backward_interpret as fused
 from tests.races import races_raise
 
@@ -45,7 +46,7 @@ CASES = {
 }
 
 
-def _run(case: fused.Case, arrays: fused.Arrays, **options) -> np.ndarray:
+def _run(case: fused.Case, arrays: fused.Arrays, window=None, **options) -> np.ndarray:
     """dq as the kernel gives it, without padding; NaN and Inf behind every length."""
     f32 = lambda x: jnp.asarray(x, jnp.float32)
     i32 = lambda x: None if x is None else jnp.asarray(x, jnp.int32)
@@ -60,8 +61,11 @@ def _run(case: fused.Case, arrays: fused.Arrays, **options) -> np.ndarray:
             f32(arrays.scale),
             q_len=case.q_len,
             kv_len=case.kv_len,
-            query_lengths=i32(case.query_lengths),
-            kv_lengths=i32(case.kv_lengths),
+            extras=Extras(
+                query_lengths=i32(case.query_lengths),
+                kv_lengths=i32(case.kv_lengths),
+                window=window,
+            ),
             config=case.config,
             interpret=True,
             **dict(mask=case.mask) | options,
@@ -113,7 +117,7 @@ def test_rows_without_keys_have_no_gradient():
     lse[..., 100:] = -np.inf
     arrays = dataclasses.replace(arrays, lse=lse)
     mask = case.mask & masks.Window(has_left=True, has_right=False)
-    dq = _run(case, arrays, mask=mask, window=jnp.array([30, 0], jnp.int32))
+    dq = _run(case, arrays, mask=mask, window=jnp.array([[30, 0]], jnp.int32))
     assert np.isfinite(dq.astype(np.float64)).all()
     assert not dq[:, 100:].any()
 

@@ -10,6 +10,7 @@ import pytest
 from pallas_flash import masks
 from pallas_flash.config import ForwardConfig
 from pallas_flash.kernels.sm90 import forward, mma, tiles
+from pallas_flash.kernels.sm90.call import Extras
 from tests.races import MISSING_WAIT, races_raise
 
 TWO_OVERLAPPED = ForwardConfig(compute_wgs=2, block_kv=64, q_stages=2)
@@ -119,9 +120,11 @@ def run(case: Case, config: ForwardConfig, num_sms: int = 2):
             mask=case.mask,
             q_len=case.q_len,
             kv_len=case.kv_len,
-            query_lengths=int32(case.query_lengths),
-            kv_lengths=int32(case.kv_lengths),
-            window=int32(case.window),
+            extras=Extras(
+                query_lengths=int32(case.query_lengths),
+                kv_lengths=int32(case.kv_lengths),
+                window=None if case.window is None else int32([case.window]),
+            ),
             config=config,
             num_sms=num_sms,
             interpret=True,

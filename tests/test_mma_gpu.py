@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
-from pallas_flash.kernels.sm90 import mma
+from pallas_flash.kernels.sm90 import mma, visits
+from pallas_flash.kernels.sm90.smem import tiled_smem
 
 pytestmark = pytest.mark.gpu
 op = mma.GpuOps
@@ -164,3 +165,110 @@ def test_persistent_accumulator_keeps_adding():
     )(a, b)
     wanted = 1 + 2 * np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     np.testing.assert_allclose(got, wanted, atol=1e-3)
+
+
+def _loaded(load, shape, *arrays):
+    """What load(*refs) gives, an accumulator of `shape`, as float32."""
+
+    def body(*refs):
+        *refs, out_ref = refs
+        out_ref[...] = load(*refs).astype(jnp.float32)
+
+    return np.asarray(_accumulator_kernel(body, shape, *arrays))
+
+
+def _part(whole, q0, kv0, shape, q_axis):
+    """The tile of a [q or 1, kv or 1] array, its last row and column repeated past its end."""
+    num_q, num_kv = shape if q_axis == 0 else shape[::-1]
+    q = np.minimum(np.arange(q0, q0 + num_q), whole.shape[0] - 1)
+    kv = np.minimum(np.arange(kv0, kv0 + num_kv), whole.shape[1] - 1)
+    tile = whole[q][:, kv]
+    return tile if q_axis == 0 else tile.T
+
+
+def _inside(sizes, q0, kv0, q_axis):
+    """Rows and columns of a tile that lie in the array."""
+    inside = [128 if n == 1 else n - first for n, first in zip(sizes, (q0, kv0), strict=True)]
+    return inside if q_axis == 0 else inside[::-1]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("sizes", [(256, 256), (200, 211), (200, 264), (1, 200), (200, 1)])
+@pytest.mark.parametrize("q_axis", [0, 1])
+def test_load_tile(q_axis, sizes, dtype):
+    array = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, *sizes)), dtype)
+    q0, kv0, shape = 128, 64, (64, 128)
+    is_whole = sizes == (256, 256)
+    load = lambda ref: op.load_tile(ref, (1, 2), q0, kv0, shape, q_axis, whole=is_whole)
+    got = _loaded(load, shape, array)
+    whole = np.asarray(array[1, 2], np.float32)
+    wanted = _part(whole, q0, kv0, shape, q_axis)
+    rows, cols = _inside(sizes, q0, kv0, q_axis)
+    np.testing.assert_array_equal(got[:rows, :cols], wanted[:rows, :cols])
+
+
+@pytest.mark.parametrize("sizes", [(256, 256), (200, 211), (1, 200), (200, 1)])
+@pytest.mark.parametrize("q_axis", [0, 1])
+def test_load_bits(q_axis, sizes):
+    mask = np.random.default_rng(0).random((2, 3, *sizes)) < 0.5
+    q0, kv0, shape = 128, 64, (64, 128)
+    packed = visits._packed(jnp.asarray(mask), axis=3 if q_axis == 0 else 2)
+    got = _loaded(lambda ref: op.load_bits(ref, (1, 2), q0, kv0, shape, q_axis), shape, packed) != 0
+    wanted = _part(mask[1, 2], q0, kv0, shape, q_axis)
+    rows, cols = _inside(sizes, q0, kv0, q_axis)
+    np.testing.assert_array_equal(got[:rows, :cols], wanted[:rows, :cols])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("q_axis", [0, 1])
+def test_load_staged(q_axis, width, dtype):
+    """A tile by TMA into swizzled shared memory, the second 64 rows of it into registers."""
+    sizes = (128, width) if q_axis == 0 else (width, 128)
+    array = jnp.asarray(np.random.default_rng(0).standard_normal(sizes), dtype)
+
+    def body(array_ref, out_ref, tiles, ready):
+        tile = tiles.at[jnp.int32(1)]
+        plgpu.copy_gmem_to_smem(array_ref, tile, ready)
+        plgpu.barrier_wait(ready)
+        out_ref[...] = op.load_staged(tile, 64, (64, width), q_axis)
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, width), jnp.float32),
+        scratch_types=[tiled_smem((2, *sizes), dtype), plgpu.Barrier()],
+        num_threads=1,
+        thread_name="wg",
+    )(array)
+    whole = np.asarray(array, np.float32)
+    np.testing.assert_array_equal(got, whole[64:] if q_axis == 0 else whole[:, 64:].T)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_load_along(axis):
+    values, shape = jnp.arange(300, dtype=jnp.int32), (64, 128)
+    got = _loaded(lambda ref: op.load_along(ref, 100, shape, axis), shape, values)
+    wanted = 100 + np.indices(shape)[axis]
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_count_from():
+    shape = (64, 128)
+    count = lambda ref: op.count_from(ref[0], shape, row_step=-3, col_step=2)
+    got = _loaded(count, shape, jnp.array([7], jnp.int32))
+    row, col = np.indices(shape)
+    np.testing.assert_array_equal(got, 7 - 3 * row + 2 * col)
+
+
+def test_all_within_asks_each_warp():
+    """A warp holds 16 rows: only the warp with the large value answers no."""
+    tile = jnp.zeros((64, 64)).at[37, 5].set(-1.0)
+
+    def body(tile_ref, out_ref):
+        values = plgpu.load(tile_ref, layout=mma.ACC_LAYOUT, optimized=False)
+        ones = plgpu.layout_cast(jnp.ones((64, 8), jnp.float32), mma.ACC_LAYOUT)
+        out_ref[...] = lax.cond(op.all_within(values, 0.9), lambda: ones * 2.0, lambda: ones)
+
+    wanted = np.full((64, 8), 2.0)
+    wanted[32:48] = 1.0
+    np.testing.assert_array_equal(_accumulator_kernel(body, (64, 8), tile), wanted)

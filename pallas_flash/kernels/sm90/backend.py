@@ -5,21 +5,23 @@ multiple of 64 (a call that needs neither is copied nowhere). A vmapped call is 
 batch axis, so it runs as one launch.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import tuned
+from pallas_flash import dropout, tuned
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
 from pallas_flash.kernels.sm90 import forward as forward_kernel
+from pallas_flash.kernels.sm90.backward_ends import row_dots
+from pallas_flash.kernels.sm90.call import Extras
 from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 
-FUSED_MASKS = frozenset({"Causal", "Lengths"})
+# Gradients that the kernels give; others come from the formula.
+MADE_BY_KERNELS = frozenset({"query", "key", "value", "scale", "bias", "sinks"})
 MAX_HEAD_DIM = 256
 ROW_TILE = 8  # a swizzled TMA copy moves 8 rows at a time
 HEAD_TILE = 64  # 128 bytes, the widest swizzle
@@ -38,23 +40,20 @@ def supports(problem: Problem) -> tuple[bool, str]:
             refusals.append(f"{name}=0: nothing to compute")
     if problem.is_empty:
         refusals.append("an axis of size 0: nothing to launch")
-    refusals += [
-        f"{what}: not fused"
-        for what, present in (
-            ("mask array", "Dense" in problem.mask_kinds),
-            ("segment ids", "Segments" in problem.mask_kinds),
-            ("local window", "Window" in problem.mask_kinds),
-            ("bias", problem.bias_shape is not None),
-            ("logits_soft_cap", problem.soft_cap is not None),
-            ("sinks", problem.has_sinks),
-            ("alibi_slopes", problem.alibi_shift is not None),
-            ("dropout", problem.dropout_rate > 0),
+    if problem.deterministic_backward and _is_shared_bias(problem):
+        refusals.append(
+            f"deterministic_backward with a bias of shape {problem.bias_shape}: the gradient of "
+            "what several logits share is added up in no fixed order: not fused"
         )
-        if present
-    ]
     if refusals:
         return False, "; ".join(refusals)
     return True, "fused on sm_90, forward and backward"
+
+
+def _is_shared_bias(problem: Problem) -> bool:
+    """Several logits have one entry of the bias in common."""
+    logits = (problem.batch, problem.num_q_heads, problem.q_len, problem.kv_len)
+    return problem.bias_shape not in (None, logits)
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
@@ -72,21 +71,14 @@ def notes(problem: Problem) -> tuple[str, ...]:
     return tuple(found)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arrays:
+class _Arrays(NamedTuple):
     """What the kernels read: batch first everywhere, so a vmapped axis folds into it."""
 
     q: Any
     k: Any
     v: Any
     scale: Any  # float32 (B,), positive
-    query_lengths: Any = None
-    kv_lengths: Any = None
-
-
-jax.tree_util.register_dataclass(
-    _Arrays, data_fields=[f.name for f in dataclasses.fields(_Arrays)], meta_fields=[]
-)
+    extras: Extras
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -133,46 +125,91 @@ def _arrays(problem: Problem, operands: Operands) -> _Arrays:
         k=_pad_tiles(operands.key),
         v=_pad_tiles(operands.value),
         scale=scale,
-        query_lengths=operands.query_lengths,
-        kv_lengths=operands.kv_lengths,
+        extras=_extras(problem, operands),
     )
 
 
-def _foldable(run: Callable[..., Any]) -> Callable[..., Any]:
-    """run(*args), all arrays batch first, such that vmap becomes a larger batch."""
+def _extras(problem: Problem, operands: Operands) -> Extras:
+    one_row = lambda x: None if x is None else x[None]
+    f32 = lambda x: None if x is None else x.astype(jnp.float32)
+    soft_cap = None
+    if problem.soft_cap is not None:
+        static = operands.soft_cap is None
+        soft_cap = jnp.float32(problem.soft_cap) if static else f32(operands.soft_cap)
+    bias = operands.bias
+    if bias is not None and bias.dtype not in (*LOW_PRECISION, jnp.float32):
+        bias = bias.astype(jnp.float32)
+    return Extras(
+        query_lengths=operands.query_lengths,
+        kv_lengths=operands.kv_lengths,
+        window=one_row(operands.window),
+        query_segments=operands.query_segments,
+        kv_segments=operands.kv_segments,
+        mask=operands.mask,
+        bias=bias,
+        alibi_slopes=operands.alibi_slopes,
+        soft_cap=one_row(soft_cap),
+        sinks=one_row(f32(operands.sinks)),
+        dropout_rows=_dropout_rows(problem, operands) if problem.dropout_rate else None,
+    )
+
+
+def _dropout_rows(problem: Problem, operands: Operands):
+    """uint32 (1|B, 1|N, 2, T): what the pattern needs to know of each query."""
+    sizes = (problem.batch, problem.num_q_heads, problem.q_len)
+    if problem.broadcast_dropout:
+        sizes = (1, 1, problem.q_len)
+    counters = (jnp.arange(n, dtype=jnp.uint32) for n in sizes)
+    batch, head, q_pos = jnp.meshgrid(*counters, indexing="ij", sparse=True)
+    return jnp.stack(dropout.row_keys(operands.dropout_key, batch, head, q_pos), axis=2)
+
+
+def _foldable(run: Callable[..., Any], *, share: bool = True) -> Callable[..., Any]:
+    """run(*args), all arrays batch first, such that vmap becomes a larger batch.
+
+    share: an extra of one row that is not mapped stays one row, and serves all (lengths do not:
+    every row has its own). Not where run returns its gradient, of which every example has its own.
+    """
     call = jax.custom_batching.custom_vmap(run)
 
     @call.def_vmap
     def rule(axis_size, in_batched, *args):
-        def fold(x, batched):
+        def fold(path, x, batched):
+            names = {getattr(key, "name", None) for key in path}
+            shareable = "extras" in names and not names & {"query_lengths", "kv_lengths"}
+            if share and shareable and not batched and x.shape[0] == 1:
+                return x
             x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
             return x.reshape(axis_size * x.shape[1], *x.shape[2:])
 
-        out = _foldable(run)(*jax.tree.map(fold, args, tuple(in_batched)))
+        folded = jax.tree_util.tree_map_with_path(fold, args, tuple(in_batched))
+        out = _foldable(run, share=share)(*folded)
         out = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
     return call
 
 
-def _mask_arguments(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
+def _launch_arguments(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
     return dict(
         mask=problem.mask,
         q_len=problem.q_len,
         kv_len=problem.kv_len,
-        query_lengths=arrays.query_lengths,
-        kv_lengths=arrays.kv_lengths,
+        extras=arrays.extras,
+        alibi_shift=problem.alibi_shift or 0,
+        dropout_rate=problem.dropout_rate,
         interpret=problem.interpret,
     )
 
 
 def _tuning_key(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
-    # Ragged and short keys run best with the rows tuned for masks: the unmasked ones spill there.
+    # Ragged and short keys and further terms run best with the rows tuned for masks: the unmasked
+    # ones spill there.
     is_ragged = problem.kv_len % 128 != 0 or problem.kv_len < 1024
     return dict(
         head_dim=arrays.q.shape[-1],
         head_dim_v=arrays.v.shape[-1],
-        is_masked=bool(problem.mask.parts()) or is_ragged,
+        is_masked=bool(problem.mask.parts()) or is_ragged or bool(arrays.extras.present()),
     )
 
 
@@ -184,67 +221,103 @@ def forward(problem: Problem, operands: Operands):
 
 
 def _run_forward(problem: Problem, arrays: _Arrays):
-    config = tuned.tuned_forward(**_tuning_key(problem, arrays)).config
+    bias = arrays.extras.bias
+    config = tuned.tuned_forward(
+        **_tuning_key(problem, arrays), bias_bytes=None if bias is None else bias.dtype.itemsize
+    ).config
     out, lse = forward_kernel.flash_forward(
         arrays.q,
         arrays.k,
         arrays.v,
         arrays.scale,
         config=config,
-        **_mask_arguments(problem, arrays),
+        **_launch_arguments(problem, arrays),
     )
     return out, lse[:, :, : problem.q_len]
 
 
-def backward(problem: Problem, operands: Operands, out, lse, dout, dlse) -> dict[str, Any]:
-    """Gradients by operand name: query, key, value, and scale where it is an operand."""
+def backward(
+    problem: Problem,
+    operands: Operands,
+    out,
+    lse,
+    dout,
+    dlse,
+    wanted: frozenset[str] = frozenset(),
+) -> dict[str, Any]:
+    """Gradients by operand name: query, key, value and `wanted`, out of MADE_BY_KERNELS."""
     arrays = _arrays(problem, operands)
     scale = problem.scale if operands.scale is None else operands.scale
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (problem.batch,))
-    query = None if operands.scale is None else operands.query
-    products = out.astype(jnp.float32) * dout.astype(jnp.float32)
-    delta = jnp.swapaxes(products.sum(-1), 1, 2) - dlse  # (B, N, T)
-    run = _foldable(functools.partial(_run_backward, problem))
-    dq, dk, dv, dscale = run(arrays, scale, query, _pad_tiles(dout), lse, delta)
-    grads = dict(
-        query=dq,
-        key=dk[:, : problem.kv_len, :, : problem.head_dim],
-        value=dv[:, : problem.kv_len, :, : problem.head_dim_v],
-    )
-    if operands.scale is not None:
-        dscale = dscale if operands.scale.ndim else dscale.sum()
-        grads["scale"] = dscale.astype(operands.scale.dtype)
+    run = functools.partial(_run_backward, problem, wanted)
+    run = _foldable(run, share="bias" not in wanted)
+    query = operands.query if "scale" in wanted else None
+    grads = run(arrays, scale, query, _pad_tiles(out), _pad_tiles(dout), lse, dlse)
+    grads["key"] = grads["key"][:, : problem.kv_len, :, : problem.head_dim]
+    grads["value"] = grads["value"][:, : problem.kv_len, :, : problem.head_dim_v]
+    if "scale" in wanted and operands.scale is not None and not operands.scale.ndim:
+        grads["scale"] = grads["scale"].sum()
+    if "sinks" in wanted:
+        grads["sinks"] = grads["sinks"].sum(0)
+    for name in wanted - {"query", "key", "value"}:
+        grads[name] = grads[name].astype(getattr(operands, name).dtype)
     return grads
 
 
-def _run_backward(problem: Problem, arrays: _Arrays, scale, query, dout, lse, delta):
-    """dq, dk, dv and, where `query` is given, dscale (B,); `scale` is the user's, of any sign.
+def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, dout, lse, dlse):
+    """Gradients by name; `scale` is the user's, of any sign.
 
-    The kernels' own dq is of the logits before any scale, float32.
+    Those of scale and sinks have a batch axis in front.
     """
+    extras = arrays.extras
+    delta = row_dots(
+        out,
+        dout,
+        q_len=problem.q_len,
+        query_lengths=extras.query_lengths,
+        interpret=problem.interpret,
+    )
+    delta = delta[..., : problem.q_len]
+    if extras.query_lengths is not None:  # behind a length out is 0, and its place not read
+        row = jax.lax.broadcasted_iota(jnp.int32, delta.shape, 2)
+        delta = jnp.where(row < extras.query_lengths[:, None, None], delta, 0.0)
+    delta = delta - dlse  # (B, N, T)
     config = tuned.tuned_backward(**_tuning_key(problem, arrays)).config
     inputs = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
     deterministic = problem.deterministic_backward
-    dq, dk, dv = backward_kernel.flash_backward(
+    dq, dk, dv, dbias = backward_kernel.flash_backward(
         *inputs,
         config=config,
         make_dq=not deterministic,
-        **_mask_arguments(problem, arrays),
+        make_dbias="bias" in wanted,
+        dq_factor=None if "scale" in wanted else scale,
+        **_launch_arguments(problem, arrays),
     )
-    scaled = deterministic and _is_plain(problem)  # by the kernel itself
+    grads = dict(key=dk, value=dv)
+    if dbias is not None:
+        grads["bias"] = dbias
+    if "sinks" in wanted:
+        grads["sinks"] = _dsinks(extras, lse, delta)
+    scaled = _is_plain(problem) if deterministic else "scale" not in wanted  # by the kernel itself
     if deterministic:
         dq = dq_kernel.flash_backward_dq(
             *inputs,
             config=tuned.tuned_dq(arrays.q.shape[-1], arrays.v.shape[-1]).config,
             out_float32=not scaled,
-            **_mask_arguments(problem, arrays),
+            **_launch_arguments(problem, arrays),
         )
     assert dq is not None
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     if scaled:
-        return dq, dk, dv, None
-    dscale = None
-    if query is not None:  # a NaN behind a length meets a zero here, and must not win
+        return grads | dict(query=dq)
+    if "scale" in wanted:  # a NaN behind a length meets a zero here, and must not win
         products = jnp.where(dq == 0, 0.0, query.astype(jnp.float32) * dq)
-        dscale = products.sum((1, 2, 3))
-    return (dq * scale[:, None, None, None]).astype(arrays.q.dtype), dk, dv, dscale
+        grads["scale"] = products.sum((1, 2, 3))
+    return grads | dict(query=(dq * scale[:, None, None, None]).astype(arrays.q.dtype))
+
+
+def _dsinks(extras: Extras, lse, delta):
+    """(B, N): a sink takes part in the log-sum-exp and in no value."""
+    batch = lse.shape[0]
+    sinks = jnp.repeat(extras.sinks, batch // extras.sinks.shape[0], axis=0)[:, :, None]
+    return -jnp.where(sinks > -jnp.inf, jnp.exp(sinks - lse) * delta, 0.0).sum(-1)

@@ -7,24 +7,29 @@ rows, so that P and dS feed dv and dk from registers:
     S^T  = K Q^T - lse / scale        the accumulator starts from the statistic: no subtraction,
     dP^T = V dO^T - delta             and no row of statistics is live afterwards
     P    = exp2(scale log2(e) S)      masked steps first write -inf where the pair is hidden
-    dS   = P dP
+    dS   = P dP                       also added to the gradient of a bias, where that is wanted
     dv  += P^T dO,  dk += dS^T Q      in registers for the whole walk
     dq  += dS K                       one tile late, added to global memory in float32
 
-(Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2.) dq is one tile late because dS of both
-consumers is needed for it: so no one waits for the other's current dS, and one consumer does
-exponentials while the other has the tensor cores. The float32 adds into dq come in no fixed order,
-so dq is not equal from run to run; dk and dv are.
+(Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2.) Bias and ALiBi are in the accumulator of S
+from the start, too; with a soft cap S becomes its tanh before lse is subtracted, and dS gets the
+factor 1 - tanh^2; dropout leaves its mark in the sign of P (`backward_common`, `logits`).
 
-Warpgroups 0 and 1 are consumers, warpgroup 2 loads. `backward_keys` (head dims up to 128) gives
-each consumer half of the keys; `backward_roles` (above) gives one dv, the other dk. Shared memory:
-K, V; a ring of num_stages tiles of q, dout and their two statistics; slots of dS; with roles slots
-of P. dk and dv leave through K and V.
+dq is one tile late because dS of both consumers is needed for it: so no one waits for the other's
+current dS, and one consumer does exponentials while the other has the tensor cores. The float32
+adds into dq come in no fixed order, so dq is not equal from run to run; dk and dv are.
+
+`backward_ends` has what runs before (row sums of out * dout, zeros to add into) and after (dq in
+its place). Warpgroups 0 and 1 are consumers, warpgroup 2 loads. `backward_keys` (head dims up to
+128) gives each consumer half of the keys; `backward_roles` (above) gives one dv, the other dk.
+Shared memory: K, V; a ring of num_stages tiles of q, dout, their two statistics and (where TMA can
+copy it and there is room) the bias; slots of dS; with roles slots of P. dk and dv leave through K
+and V.
 
 | barrier | arrives | waits | count |
 |---|---|---|---|
 | kv_ready | copies of K and V | consumers | 1 of 2 |
-| tile_ready[stage] | copies of q, dout, neg_lse, neg_delta | consumers | num_stages of 4 |
+| tile_ready[stage] | copies of q, dout, neg_lse, neg_delta, bias | consumers | num_stages of 4, 5 |
 | tile_consumed[stage] | each consumer, its products done | producer | num_stages of 2 |
 | ds_ready[slot] | keys: each consumer; roles: owner of dk | who makes dq | 4 of 2; 2 of 1 |
 | p_ready[stage] (roles) | owner of dv | owner of dk | num_stages of 1 |
@@ -45,13 +50,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import masks
+from pallas_flash import dropout, masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import backward_keys, backward_roles
 from pallas_flash.kernels.sm90.backward_common import Block, Gmem, Launch
+from pallas_flash.kernels.sm90.backward_ends import finish_dq, zeros_after
+from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, with_bias
 from pallas_flash.kernels.sm90.smem import check_smem
 from pallas_flash.kernels.sm90.tails import tail_tile
+from pallas_flash.kernels.sm90.visits import prepared
 
 _SPLITS = dict(keys=backward_keys, roles=backward_roles)
 
@@ -68,12 +76,15 @@ def flash_backward(
     mask: masks.Mask,
     q_len: int,
     kv_len: int,
-    query_lengths: jax.Array | None = None,
-    kv_lengths: jax.Array | None = None,
+    extras: Extras = NO_EXTRAS,
+    alibi_shift: int = 0,
+    dropout_rate: float = 0.0,
     config: BackwardConfig,
     make_dq: bool = True,
+    make_dbias: bool = False,
+    dq_factor: jax.Array | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of attention.
 
     B batch, T queries and S keys padded with zeros to a multiple of 8, N query heads, K kv heads,
@@ -87,24 +98,25 @@ def flash_backward(
       lse: float32 (B, N, >= q_len), natural log; -inf for a row that sees no key.
       delta: float32 (B, N, >= q_len), rowsum(out * dout) - dlse.
       scale: float32 (B,), positive.
-      mask: what hides pairs; `mask.is_bounds`.
+      mask: what hides pairs.
       q_len: queries without padding.
       kv_len: keys without padding.
-      query_lengths: int32 (B,), where `mask` has them.
-      kv_lengths: int32 (B,), where `mask` has them.
+      extras: arrays of the mask and of further terms. Behind lengths the others may hold anything.
+      alibi_shift: of the diagonal where ALiBi's distance is 0.
+      dropout_rate: with `extras.dropout_rows`.
       config: how the kernel is cut.
       make_dq: False leaves dq out: what is left is bit-equal from run to run.
+      make_dbias: make the gradient of `extras.bias`, too.
+      dq_factor: float32 (B,), on dq in the dtype of q; None leaves dq in float32 without the scale.
       interpret: run in Pallas' interpret mode.
 
     Returns:
-      dq: float32 (B, T, N, H) before the factor scale, or None; dk: (B, S, K, H);
-      dv: (B, S, K, Hv).
+      dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K, H);
+      dv: (B, S, K, Hv); dbias: float32, in the shape of the bias, or None.
 
     Raises:
-      ValueError: the mask is more than bounds, or the tiles of `config` do not fit the problem.
+      ValueError: the tiles of `config` do not fit the problem.
     """
-    if not mask.is_bounds:
-        raise ValueError(f"mask={mask} is more than bounds; use the XLA implementation")
     launch = Launch(
         batch=q.shape[0],
         q_len=q_len,
@@ -113,33 +125,43 @@ def flash_backward(
         num_kv_heads=k.shape[2],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        dtype=q.dtype,
+        dtype=jnp.dtype(q.dtype).name,
         mask=mask,
+        terms=extras.present(),
+        alibi_shift=alibi_shift,
+        dropout_rate=dropout_rate,
         config=config,
         make_dq=make_dq,
+        make_dbias=make_dbias,
         interpret=bool(interpret),
     )
-    _SPLITS[config.split].check(launch)
+    split = _SPLITS[config.split]
+    split.check(launch)
+    launch = with_bias(launch, extras.bias, split.scratch)
     check_smem(f"backward with {config}", _gpu_scratch(launch))
 
-    operands = Gmem(q, k, v, dout, *_initial_accumulators(launch, lse, delta, scale, query_lengths))
-    operands = operands._replace(scale=scale)
-    if query_lengths is not None:
+    statistics = _statistics(launch, extras, lse, delta, scale)
+    prepared_extras = prepared(launch, extras, by_kv=True, at_least_one=False)
+    operands = Gmem(q, k, v, dout, *statistics, scale, prepared_extras)
+    if extras.query_lengths is not None:
         operands = operands._replace(
-            query_lengths=query_lengths,
-            q_tail=tail_tile(q, query_lengths, config.block_q),
-            dout_tail=tail_tile(dout, query_lengths, config.block_q),
+            q_tail=tail_tile(q, extras.query_lengths, config.block_q),
+            dout_tail=tail_tile(dout, extras.query_lengths, config.block_q),
         )
-    if kv_lengths is not None:
+    if extras.kv_lengths is not None:
         operands = operands._replace(
-            kv_lengths=kv_lengths,
-            k_tail=tail_tile(k, kv_lengths, config.block_kv),
-            v_tail=tail_tile(v, kv_lengths, config.block_kv),
+            k_tail=tail_tile(k, extras.kv_lengths, config.block_kv),
+            v_tail=tail_tile(v, extras.kv_lengths, config.block_kv),
         )
-    if not make_dq:
-        return None, *_run(launch, operands)
-    dq, dk, dv = _run_adding_dq(launch, operands, _zero_dq(launch, delta))
-    return _ordered_dq(launch, dq)[:, : q.shape[1]], dk, dv
+    sums = {}
+    if make_dq:
+        sums["dq"] = _zero_dq(launch, delta)
+    if make_dbias:
+        sums["dbias"] = _zero_dbias(launch, extras.bias, delta)
+    sums, dk, dv = _run_adding(launch, operands, sums)
+    dq = _finished_dq(launch, sums["dq"], q, extras, dq_factor) if make_dq else None
+    dbias = _ordered_dbias(launch, sums["dbias"], extras.bias) if make_dbias else None
+    return dq, dk, dv, dbias
 
 
 def _gpu_scratch(launch: Launch) -> dict[str, Any]:
@@ -147,60 +169,107 @@ def _gpu_scratch(launch: Launch) -> dict[str, Any]:
     return _SPLITS[launch.config.split].scratch(launch)
 
 
-def _initial_accumulators(launch: Launch, lse, delta, scale, query_lengths):
-    """-lse / scale and -delta, (B, N, whole q tiles); -inf and 0 for rows that see no key."""
+def _statistics(launch: Launch, extras: Extras, lse, delta, scale):
+    """-lse in units of the scores and -delta, (B, N, whole q tiles), for the kernel to add.
+
+    -inf and 0 for rows that see no key. -delta over the factor of dropout, as dP arrives.
+    """
     lse, delta = lse[..., : launch.q_len], delta[..., : launch.q_len]
     sees = lse > -jnp.inf
-    if query_lengths is not None:
+    if extras.query_lengths is not None:
         row = lax.iota(jnp.int32, launch.q_len)
-        sees &= row < query_lengths.astype(jnp.int32)[:, None, None]
-    neg_lse = jnp.where(sees, -lse / scale[:, None, None], -jnp.inf)
+        sees &= row < extras.query_lengths.astype(jnp.int32)[:, None, None]
+    unit = scale
+    if extras.soft_cap is not None:
+        cap = extras.soft_cap
+        unit = jnp.repeat(cap, launch.batch // cap.shape[0])
+    neg_lse = jnp.where(sees, -lse / unit[:, None, None], -jnp.inf)
     neg_delta = jnp.where(sees, -delta, 0.0)
+    if launch.dropout_rate:
+        neg_delta = neg_delta * (1.0 - launch.dropout_rate)
     padding = launch.num_q_tiles * launch.config.block_q - launch.q_len
     pad = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, padding)), constant_values=value)
     return pad(neg_lse, -jnp.inf), pad(neg_delta, 0.0)
 
 
 def _zero_dq(launch: Launch, delta) -> jax.Array:
-    """Zeros to add dq into, made no earlier than delta: `out` can be freed before."""
-    zero = lax.optimization_barrier((delta, jnp.float32(0)))[1]
+    """Zeros to add dq into."""
     writers = launch.op.dq_writers(launch.num_kv_blocks)
     tiles = launch.num_q_heads * launch.num_q_tiles
     tile = launch.config.block_q * launch.head_dim
-    return jnp.full((writers, launch.batch, tiles, tile), zero)
+    return zeros_after(delta, (writers, launch.batch, tiles, tile), interpret=launch.interpret)
 
 
-def _ordered_dq(launch: Launch, dq: jax.Array) -> jax.Array:
-    """(writers, B, N * q tiles, block_q * H) in register order -> (B, q tiles * block_q, N, H)."""
-    dq = dq[0] if dq.shape[0] == 1 else dq.sum(0)
-    block_q, head_dim = launch.config.block_q, launch.head_dim
-    dq = dq.reshape(launch.batch, launch.num_q_heads, launch.num_q_tiles, block_q * head_dim)
-    dq = jnp.swapaxes(dq, 1, 2)  # tiles before heads: (B, q tiles, N, ...)
-    dq = jnp.swapaxes(launch.op.order_dq(dq, block_q, head_dim), 2, 3)
-    return dq.reshape(launch.batch, -1, launch.num_q_heads, head_dim)
+def _zero_dbias(launch: Launch, bias, delta) -> jax.Array:
+    """Zeros to add the gradient of the bias into: one tile for all that shares a piece of bias.
+
+    In interpret mode, which has no atomics, every tile of the logits has its own.
+    """
+    tiles = (launch.num_q_tiles, launch.num_kv_tiles)
+    tile = launch.config.block_q * launch.config.block_kv
+    if launch.op.dq_writers(2) == 1:
+        lead = bias.shape[:2]
+        tiles = tuple(1 if n == 1 else t for n, t in zip(bias.shape[2:], tiles, strict=True))
+    else:
+        lead = (launch.batch, launch.num_q_heads)
+    return zeros_after(delta, (*lead, *tiles, tile), interpret=launch.interpret)
 
 
-def _run_adding_dq(launch: Launch, operands: Gmem, dq: jax.Array):
-    """dq with the launch's share added in place, dk and dv.
+def _ordered_dbias(launch: Launch, dbias, bias) -> jax.Array:
+    """(b, n, q tiles, kv tiles, block_kv * block_q) in register order -> the shape of the bias."""
+    block_q, block_kv = launch.config.block_q, launch.config.block_kv
+    dbias = launch.op.order_dq(dbias, block_kv, block_q)  # b, n, q tiles, kv tiles, keys, queries
+    dbias = dbias.transpose(0, 1, 2, 5, 3, 4)
+    for size, axes in ((bias.shape[3], (4, 5)), (bias.shape[2], (2, 3))):
+        if size == 1:
+            dbias = dbias.sum(axes, keepdims=True)
+    b, n, q_tiles, q, kv_tiles, kv = dbias.shape
+    dbias = dbias.reshape(b, n, q_tiles * q, kv_tiles * kv)
+    dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]]
+    if dbias.shape[0] != bias.shape[0]:  # interpret mode
+        dbias = dbias.reshape(bias.shape[0], -1, *dbias.shape[1:]).sum(1)
+    if dbias.shape[1] != bias.shape[1]:
+        dbias = dbias.sum(1, keepdims=True)
+    return dbias * dropout.keep_scale(launch.dropout_rate)
+
+
+def _finished_dq(launch: Launch, dq, q, extras: Extras, factor) -> jax.Array:
+    kept = dropout.keep_scale(launch.dropout_rate)
+    return finish_dq(
+        dq,
+        jnp.full((launch.batch,), kept, jnp.float32) if factor is None else factor * kept,
+        shape=q.shape,
+        dtype=jnp.float32 if factor is None else q.dtype,
+        block_q=launch.config.block_q,
+        q_len=launch.q_len,
+        query_lengths=extras.query_lengths,
+        interpret=launch.interpret,
+    )
+
+
+def _run_adding(launch: Launch, operands: Gmem, sums: dict[str, jax.Array]):
+    """`sums` (dq, dbias) with the launch's share added in place, dk and dv.
 
     `run_state` and not `jax.new_ref`: inside a custom_jvp the latter does not lower.
     """
+    if not sums:
+        return sums, *_run(launch, operands)
 
     def body(refs):
-        dq_ref, dk_ref, dv_ref = refs
-        dk_ref[...], dv_ref[...] = _run(launch, operands._replace(dq=dq_ref))
+        sum_refs, dk_ref, dv_ref = refs
+        dk_ref[...], dv_ref[...] = _run(launch, operands._replace(**sum_refs))
 
     zeros = [jnp.zeros(x.shape, x.dtype) for x in (operands.k, operands.v)]
-    return pl.run_state(body)((dq, *zeros))
+    return pl.run_state(body)((sums, *zeros))
 
 
 def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel: dk and dv; `operands.dq` is added into."""
+    """Launches the kernel: dk and dv; `operands.dq` and `operands.dbias` are added into."""
     split = _SPLITS[launch.config.split]
-    given = [name for name, x in operands._asdict().items() if x is not None]
+    given, structure = jax.tree.flatten(operands)
 
     def body(*refs, smem, bars):
-        gmem = Gmem(**dict(zip([*given, "dk", "dv"], refs, strict=True)))
+        gmem = jax.tree.unflatten(structure, refs[:-2])._replace(dk=refs[-2], dv=refs[-1])
         block = Block(launch, gmem, smem, bars, common.find_walk(launch, gmem))
         split.run_roles(block, lax.axis_index("wg"))
 
@@ -221,4 +290,4 @@ def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if launch.interpret else None,
     )
-    return kernel(*(getattr(operands, name) for name in given))
+    return kernel(*given)

@@ -14,11 +14,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import masks
+from pallas_flash import dropout, masks, tile_math
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import mma
+from pallas_flash.kernels.sm90 import logits, mma
+from pallas_flash.kernels.sm90.call import (
+    NO_EXTRAS,
+    Call,
+    Extras,
+    Visits,
+    div,
+    fitting_group,
+    interleaved,
+    rem,
+)
 from pallas_flash.kernels.sm90.smem import tiled_smem
-from pallas_flash.kernels.sm90.tiles import div, fitting_group, interleaved
 
 CONSUMERS = 2  # warpgroups that compute; one more loads
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -33,12 +42,14 @@ class Gmem(NamedTuple):
     Attributes:
       q, dout: (B, T, N, H) and (B, T, N, Hv).
       k, v: (B, S, K, H) and (B, S, K, Hv).
-      neg_lse: float32 (B, N, q tiles * block_q), -lse / scale: where the scores start from.
+      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores.
       neg_delta: float32, the same shape, -delta: where the gradients of P start from.
       scale: float32 (B,).
-      query_lengths, kv_lengths: int32 (B,).
+      extras: arrays of the mask and of further terms.
       q_tail, dout_tail, k_tail, v_tail: the tile that a length cuts, zeroed behind it.
       dq: float32 (writers, B, N * q tiles, block_q * H), added into; see `mma.add_dq`.
+      dbias: float32 (B', N', tiles of q, tiles of kv, block_q * block_kv), added into likewise; an
+        axis along which the bias is repeated has size 1.
       dk, dv: (B, S, K, H) and (B, S, K, Hv).
     """
 
@@ -49,49 +60,33 @@ class Gmem(NamedTuple):
     neg_lse: Ref
     neg_delta: Ref
     scale: Ref = None
-    query_lengths: Ref = None
-    kv_lengths: Ref = None
+    extras: Extras = NO_EXTRAS
     q_tail: Ref = None
     dout_tail: Ref = None
     k_tail: Ref = None
     v_tail: Ref = None
     dq: Ref = None
+    dbias: Ref = None
     dk: Ref = None
     dv: Ref = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """All that is static about one kernel."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch(Call):
+    """All that is static about one kernel.
 
-    batch: int
-    q_len: int
-    kv_len: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: np.dtype
-    mask: masks.Mask
+    Attributes:
+      make_dq: add up dq, too.
+      make_dbias: add up the gradient of the bias, too.
+    """
+
     config: BackwardConfig
-    make_dq: bool
-    interpret: bool
-
-    @property
-    def op(self):
-        return mma.ops(self.interpret)
-
-    @property
-    def q_per_kv(self) -> int:
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def num_q_tiles(self) -> int:
-        return -(-self.q_len // self.config.block_q)
+    make_dq: bool = True
+    make_dbias: bool = False
 
     @property
     def num_kv_blocks(self) -> int:
-        return -(-self.kv_len // self.config.block_kv)
+        return self.num_kv_tiles
 
     @property
     def num_blocks(self) -> int:
@@ -116,6 +111,8 @@ class Walk(NamedTuple):
       bounds: what a masked step tests, and the q tiles found from it:
       first <= plain <= plain_end <= last: q tiles [plain, plain_end) see the whole block and run
         without a test. Without a lower bound plain_end is last.
+      hides: a masked step may hide something.
+      visits: a table instead, for masks that are more than bounds.
     """
 
     b: Int
@@ -127,31 +124,47 @@ class Walk(NamedTuple):
     plain: Int
     plain_end: Int
     last: Int
+    hides: bool
+    visits: Visits | None = None
 
-    def in_one_loop(self) -> "Walk":
-        """The same tiles, for a role that tests no bounds."""
-        return self._replace(bounds=masks.Bounds(), plain=self.first, plain_end=self.last)
+    def over_tiles(self, launch: Launch, step, carry, *, tests: bool = True):
+        """carry = step(carry, head, qi, masked) for every tile.
 
-    def over_tiles(self, launch: Launch, step, carry):
-        """carry = step(carry, head, qi, masked) for every tile."""
-        group = launch.q_per_kv
-
-        def loop(head, masked, lo, hi, carry):
-            body = lambda qi, carry: step(carry, head, qi, masked)
-            return lax.fori_loop(_i32(lo), _i32(hi), body, carry)
-
-        def one_head(g, carry):
-            head = self.kv_head * group + g
-            if self.bounds != masks.Bounds():
-                carry = loop(head, True, self.first, self.plain, carry)
-            carry = loop(head, False, self.plain, self.plain_end, carry)
-            if self.bounds.lower is not None:
-                carry = loop(head, True, self.plain_end, self.last, carry)
-            return carry
-
+        tests: False for a role that does not ask whether a step is masked: one loop.
+        """
+        group, one_head = launch.q_per_kv, self._interval if self.visits is None else self._table
+        walk_head = lambda g, carry: one_head(launch, step, tests, self.kv_head * group + g, carry)
         if group == 1:
-            return one_head(np.int32(0), carry)
-        return lax.fori_loop(np.int32(0), np.int32(group), one_head, carry)
+            return walk_head(np.int32(0), carry)
+        return lax.fori_loop(np.int32(0), np.int32(group), walk_head, carry)
+
+    def _interval(self, launch: Launch, step, tests: bool, head: Int, carry):
+        del launch
+        plain, plain_end = (self.plain, self.plain_end) if tests else (self.first, self.last)
+        tests = tests and self.hides
+        if tests:
+            carry = _loop(step, head, True, self.first, plain, carry)
+        carry = _loop(step, head, False, plain, plain_end, carry)
+        if tests and self.bounds.lower is not None:
+            carry = _loop(step, head, True, plain_end, self.last, carry)
+        return carry
+
+    def _table(self, launch: Launch, step, tests: bool, head: Int, carry):
+        visits = self.visits
+        assert visits is not None
+        row = (*launch.entry(visits.order, self.b, head), self.ki)
+        masked, visited = (visits.counts[(*row, i)] for i in (0, 1))
+        order = visits.order.at[row]
+        listed = lambda carry, head, j, masked: step(carry, head, order[j], masked)
+        if not tests:
+            return _loop(listed, head, False, 0, visited, carry)
+        carry = _loop(listed, head, True, 0, masked, carry)
+        return _loop(listed, head, False, masked, visited, carry)
+
+
+def _loop(step, head: Int, masked: bool, lo: Int, hi: Int, carry):
+    body = lambda qi, carry: step(carry, head, qi, masked)
+    return lax.fori_loop(_i32(lo), _i32(hi), body, carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +180,86 @@ class Block:
     def dq_row(self, head: Int, qi: Int) -> Int:
         """Row of `Gmem.dq` that holds this tile."""
         return head * self.launch.num_q_tiles + qi
+
+    def place(self, head: Int, qi: Int, kv0: Int, rows: int) -> logits.Place:
+        """Where the scores of keys [kv0, kv0 + rows) and q tile qi are."""
+        block_q = self.launch.config.block_q
+        return logits.Place(self.walk.b, head, qi * block_q, kv0, 1, (rows, block_q))
+
+    def start_scores(self, acc, slot: Int, place: logits.Place, units: logits.Units) -> None:
+        """Bias, ALiBi and -lse (the last after a soft cap) go in ahead of the product."""
+        terms = []
+        if units.squash is None:
+            terms.append(per_query(self.smem.neg_lse.at[slot], place.shape[0]))
+        staged = None
+        if self.launch.staged_bias:
+            staged = logits.Staged(self.smem.bias.at[slot], place.kv0 - self.walk.kv0)
+        start = logits.start(self.launch, self.gmem.extras, place, units, staged)
+        if start is not None:
+            terms.append(start)
+        self.launch.op.set(acc, sum(terms[1:], terms[0]) if terms else zeros(place.shape))
+
+    def scores(self, products, neg_lse: Ref, place, units, *, masked: bool) -> logits.Scores:
+        """Scores less lse, from the finished accumulator."""
+        capped = units.squash is not None
+        finished = logits.finish(
+            self.launch,
+            self.gmem.extras,
+            place,
+            self.walk.bounds,
+            units,
+            products,
+            masked=masked,
+            statistic=per_query(neg_lse, place.shape[0]) if capped else None,
+        )
+        if "bias" in self.launch.terms:  # rounding at large biases: a weight is at most 1
+            finished = finished._replace(scores=jnp.minimum(finished.scores, 0.0))
+        return finished
+
+    def signed_by_dropout(self, p, place: logits.Place):
+        """P, negative where dropped: whoever has it knows both, in no more registers."""
+        keep = logits.kept(self.launch, self.gmem.extras, place)
+        return p if keep is None else jnp.where(keep, p, -p)
+
+    def kept(self, p):
+        """What dropout leaves of a signed P."""
+        return jnp.maximum(p, 0.0) if self.launch.dropout_rate else p
+
+    def dlogits(self, p, squashed, dp, neg_delta: Ref, *, has_hidden: bool):
+        """Gradient of the logits before a cap, over `dropout.keep_scale`, from a signed P."""
+        if self.launch.dropout_rate:
+            dp = jnp.where(p >= 0.0, dp, per_query(neg_delta, p.shape[0]))
+            p = jnp.abs(p)
+        if squashed is not None:
+            p = p * tile_math.squash_slope(squashed)
+        return tile_math.dlogits(p, dp, has_hidden=has_hidden)
+
+    def undropped(self, grad):
+        """Times the factor on what dropout leaves."""
+        rate = self.launch.dropout_rate
+        return grad * dropout.keep_scale(rate) if rate else grad
+
+    def dk_factor(self):
+        """From sums of dlogits times q to dk."""
+        return self.undropped(self.gmem.scale[self.walk.b])
+
+    def hides(self, masked: bool) -> bool:
+        """A step of this kind may hide pairs."""
+        return masked or "bias" in self.launch.terms
+
+    def units(self) -> logits.Units:
+        return logits.units(self.launch, self.gmem.extras, self.gmem.scale, self.walk.b)
+
+    def add_dbias(self, dlogits, place: logits.Place, ki: Int, part: Int) -> None:
+        """Adds dlogits (keys in rows, float32), part `part` of its tile, to the bias gradient."""
+        launch, dbias = self.launch, self.gmem.dbias
+        if not launch.make_dbias:
+            return
+        tiles = (div(jnp.int32(place.q0), launch.config.block_q), ki)
+        at = [t if n > 1 else 0 for t, n in zip(tiles, dbias.shape[2:4], strict=True)]
+        size = dlogits.shape[0] * dlogits.shape[1]
+        index = (*launch.entry(dbias, place.batch, place.head), *at, pl.ds(part * size, size))
+        launch.op.add_dq(dlogits, dbias.at[index])
 
     def first_carry(self) -> tuple[Int, Int]:
         """(tiles done, dq row of the tile before): before the first tile zeros are added to it."""
@@ -206,33 +299,32 @@ def find_walk(launch: Launch, gmem: Gmem) -> Walk:
     """The walk of this block. Keys ascend in a group of heads: longest causal walks come first."""
     block_q, block_kv = launch.config.block_q, launch.config.block_kv
     pair, ki = interleaved(lax.axis_index("block"), launch.num_kv_blocks, launch.head_group)
-    b, kv_head = div(pair, launch.num_kv_heads), lax.rem(pair, jnp.int32(launch.num_kv_heads))
+    b, kv_head = div(pair, launch.num_kv_heads), rem(pair, launch.num_kv_heads)
     kv0 = ki * block_kv
 
-    values = masks.MaskValues(
-        query_length=None if gmem.query_lengths is None else gmem.query_lengths[b],
-        kv_length=None if gmem.kv_lengths is None else gmem.kv_lengths[b],
-    )
-    bounds = launch.mask.bounds(values)
-    if launch.kv_len % block_kv:
-        bounds = bounds & masks.Bounds(kv_end=launch.kv_len)
+    bounds, visits = launch.bounds(gmem.extras, b), gmem.extras.visits
+    if visits is not None:
+        bounds = dataclasses.replace(bounds, q_end=None)  # see below
+        return Walk(b, kv_head, ki, kv0, bounds, 0, 0, 0, 0, True, visits)
     lo, hi = bounds.q_any(kv0, kv0 + block_kv, launch.q_len)
     first = div(lo, block_q)
     last = masks.larger(first, div(hi + (block_q - 1), block_q))
     # Rows past a query length start from -inf, so a step need not test for them.
     bounds = dataclasses.replace(bounds, q_end=None)
     if bounds == masks.Bounds():
-        return Walk(b, kv_head, ki, kv0, bounds, first, first, last, last)
+        return Walk(b, kv_head, ki, kv0, bounds, first, first, last, last, False)
 
     lo, hi = bounds.q_all(kv0, kv0 + block_kv, launch.num_q_tiles * block_q)
     plain = masks.larger(first, div(lo + (block_q - 1), block_q))
     plain_end = masks.smaller(last, div(hi, block_q))
     if bounds.lower is None and bounds.kv_end is None:  # hi is the end: at most `plain` is past it
-        return Walk(b, kv_head, ki, kv0, bounds, first, masks.smaller(plain, last), last, last)
+        return Walk(
+            b, kv_head, ki, kv0, bounds, first, masks.smaller(plain, last), last, last, True
+        )
     none = plain >= plain_end
     plain = jnp.where(none, last, plain)
     plain_end = jnp.where(none, last, plain_end)
-    return Walk(b, kv_head, ki, kv0, bounds, first, plain, plain_end, last)
+    return Walk(b, kv_head, ki, kv0, bounds, first, plain, plain_end, last, True)
 
 
 def tile_smem(launch: Launch) -> dict[str, Any]:
@@ -244,6 +336,7 @@ def tile_smem(launch: Launch) -> dict[str, Any]:
         dout=tiled_smem((stages, block_q, launch.head_dim_v), dtype),
         neg_lse=plgpu.SMEM((stages, block_q), jnp.float32),
         neg_delta=plgpu.SMEM((stages, block_q), jnp.float32),
+        bias=launch.bias_tiles(stages),
         k=tiled_smem((block_kv, launch.head_dim), dtype),
         v=tiled_smem((block_kv, launch.head_dim_v), dtype),
     )
@@ -254,7 +347,7 @@ def tile_barriers(launch: Launch) -> dict[str, Any]:
     stages = launch.config.num_stages
     return dict(
         kv_ready=plgpu.Barrier(num_arrivals=2),
-        tile_ready=plgpu.Barrier(num_barriers=stages, num_arrivals=4),
+        tile_ready=plgpu.Barrier(num_barriers=stages, num_arrivals=5 if launch.staged_bias else 4),
         tile_consumed=plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
         done=plgpu.Barrier(num_arrivals=CONSUMERS),
     )
@@ -295,7 +388,11 @@ def produce(block: Block) -> None:
         launch.config.block_kv,
     )
 
-    cut = None if gmem.kv_lengths is None else gmem.kv_lengths[walk.b] < walk.kv0 + block_kv
+    cut = (
+        None
+        if gmem.extras.kv_lengths is None
+        else gmem.extras.kv_lengths[walk.b] < walk.kv0 + block_kv
+    )
     at = walk.b, pl.ds(walk.kv0, block_kv), walk.kv_head
     _copy_clean(gmem.k, gmem.k_tail, at, cut, smem.k, bars.kv_ready)
     _copy_clean(gmem.v, gmem.v_tail, at, cut, smem.v, bars.kv_ready)
@@ -307,14 +404,17 @@ def produce(block: Block) -> None:
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(bars.tile_consumed.at[slot]))
         for source, dst in ((gmem.neg_lse, smem.neg_lse), (gmem.neg_delta, smem.neg_delta)):
             plgpu.copy_gmem_to_smem(source.at[walk.b, head, rows], dst.at[slot], ready)
-        lengths = gmem.query_lengths
+        if launch.staged_bias:
+            dst = smem.bias.at[slot]
+            launch.copy_bias(gmem.extras, walk.b, head, qi * block_q, walk.kv0, dst, ready)
+        lengths = gmem.extras.query_lengths
         cut = None if lengths is None else lengths[walk.b] < (qi + 1) * block_q
         at = walk.b, rows, head
         _copy_clean(gmem.q, gmem.q_tail, at, cut, smem.q.at[slot], ready)
         _copy_clean(gmem.dout, gmem.dout_tail, at, cut, smem.dout.at[slot], ready)
         return i + 1
 
-    filled = walk.in_one_loop().over_tiles(launch, fill, jnp.int32(0))
+    filled = walk.over_tiles(launch, fill, jnp.int32(0), tests=False)
 
     def drain(i, carry):
         plgpu.barrier_wait(bars.tile_consumed.at[ring(i, stages)])

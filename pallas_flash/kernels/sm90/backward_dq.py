@@ -2,7 +2,8 @@
 
 One block makes one tile of dq and walks the keys in a fixed order, so two runs give the same bits:
 
-    for each kv tile:   S  = Q K^T                    [64, block_kv] a consumer
+    for each kv tile:   S  = Q K^T                    [64, block_kv] a consumer; see `logits` for
+                                                      bias, ALiBi, soft cap and masks
                         dP = dO V^T
                         P  = 2^(scale2 S - lse2)
                         dS = P (dP - delta)
@@ -41,9 +42,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import masks, tile_math
+from pallas_flash import dropout, masks, tile_math
 from pallas_flash.config import DqConfig
-from pallas_flash.kernels.sm90 import mma, smem, tails, tiles
+from pallas_flash.kernels.sm90 import logits, mma, smem, tails, tiles
+from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, div, rem
+from pallas_flash.kernels.sm90.visits import prepared
 
 Array = Any
 Int = masks.Int
@@ -61,9 +64,9 @@ def flash_backward_dq(
     mask: masks.Mask,
     q_len: int,
     kv_len: int,
-    query_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
-    window: Array | None = None,
+    extras: Extras = NO_EXTRAS,
+    alibi_shift: int = 0,
+    dropout_rate: float = 0.0,
     config: DqConfig,
     out_float32: bool = False,
     interpret: bool = False,
@@ -80,14 +83,12 @@ def flash_backward_dq(
       lse: float32 (B, N, >= q_len), natural log; -inf for a row that sees no key.
       delta: float32 (B, N, >= q_len), rowsum(out * dout) - dlse.
       scale: float32 (B,), positive.
-      mask: any mask whose bounds say everything.
+      mask: what hides pairs.
       q_len: true number of queries, at most T and more than T - 8.
       kv_len: true number of keys, at most S and more than S - 8.
-      query_lengths: int32 (B,), in [0, q_len]; with a mask that has a query length. Behind it q and
-        dout may hold anything.
-      kv_lengths: int32 (B,), in [0, kv_len]; with a mask that has a kv length. Behind it k and v
-        may hold anything.
-      window: int32 (2,), left and right side; with a window mask.
+      extras: arrays of the mask and of further terms. Behind lengths the others may hold anything.
+      alibi_shift: of the diagonal where ALiBi's distance is 0.
+      dropout_rate: with `extras.dropout_rows`.
       config: tiles and rings.
       out_float32: return dq / scale, in float32.
       interpret: run in Pallas' interpret mode.
@@ -110,6 +111,9 @@ def flash_backward_dq(
         head_dim_v=v.shape[3],
         dtype=jnp.dtype(q.dtype).name,
         mask=mask,
+        terms=extras.present(),
+        alibi_shift=alibi_shift,
+        dropout_rate=dropout_rate,
         facts=tiles.mask_facts(mask, q_len, kv_len, config),
         config=config,
         out_float32=out_float32,
@@ -117,8 +121,9 @@ def flash_backward_dq(
     )
     on_gpu = _scratch(dataclasses.replace(plan, interpret=False))
     smem.check_smem(f"{config} with head_dim={head_dim}, head_dim_v={v.shape[3]}", on_gpu)
+    kv_lengths = extras.kv_lengths
     tail = lambda x: None if kv_lengths is None else tails.tail_tile(x, kv_lengths, config.block_kv)
-    operands = dict(
+    operands = _Gmem(
         q=q,
         k=k,
         v=v,
@@ -126,16 +131,14 @@ def flash_backward_dq(
         lse=_whole_rows(lse, -jnp.inf),
         delta=_whole_rows(delta, 0.0),
         scale=scale,
-        query_lengths=query_lengths,
-        kv_lengths=kv_lengths,
-        window=window,
+        extras=prepared(plan, extras, at_least_one=True),
         k_tail=tail(k),
         v_tail=tail(v),
     )
-    operands = {name: x for name, x in operands.items() if x is not None}
+    operands, structure = jax.tree.flatten(operands)
 
     def flash_backward_dq_kernel(*refs, scratch):
-        gmem = _Gmem(**dict(zip((*operands, "dq"), refs, strict=True)))
+        gmem = jax.tree.unflatten(structure, refs[:-1])._replace(dq=refs[-1])
         tile = _only_tile(plan, gmem)
         wg = lax.axis_index("wg")
         pl.when(wg < config.compute_wgs)(lambda: _consume(plan, gmem, scratch, tile, wg))
@@ -153,7 +156,7 @@ def flash_backward_dq(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-    )(*operands.values())
+    )(*operands)
     return dq[:, :padded_len]
 
 
@@ -179,7 +182,7 @@ def _whole_rows(statistic: Array, fill: float) -> Array:
     return jnp.pad(statistic, ((0, 0), (0, 0), (0, missing)), constant_values=fill)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan(tiles.Plan):
     """Everything static about one launch."""
 
@@ -244,12 +247,10 @@ class _Gmem(NamedTuple):
     lse: Any
     delta: Any
     scale: Any
-    dq: Any
-    query_lengths: Any = None
-    kv_lengths: Any = None
-    window: Any = None
+    extras: Extras
     k_tail: Any = None
     v_tail: Any = None
+    dq: Any = None
 
 
 class _Work(NamedTuple):
@@ -257,8 +258,16 @@ class _Work(NamedTuple):
 
     plan: _Plan
     scratch: _Scratch
+    extras: Extras
     tile: tiles.Tile
     wg: Int
+
+    def place(self, i: Int) -> logits.Place:
+        """Where the scores of step i are."""
+        block_kv = self.plan.config.block_kv
+        kv0 = self.tile.walk.kv_tile(i) * block_kv
+        shape = (tiles.WG_ROWS, block_kv)
+        return logits.Place(self.tile.batch, self.tile.head, self.row0, kv0, 0, shape)
 
     @property
     def row0(self) -> Int:
@@ -270,10 +279,10 @@ class _Work(NamedTuple):
         return ref.at[pl.ds(self.wg * tiles.WG_ROWS, tiles.WG_ROWS)]
 
     def k_slot(self, i: Int) -> Int:
-        return tiles.rem(i, self.plan.config.k_stages)
+        return rem(i, self.plan.config.k_stages)
 
     def v_slot(self, i: Int) -> Int:
-        return tiles.rem(i, self.plan.config.v_stages)
+        return rem(i, self.plan.config.v_stages)
 
 
 # --- producer ------------------------------------------------------------------------------------
@@ -308,8 +317,8 @@ def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile) -> N
 def _load(plan, gmem, tile, array, tail, ring, ready, consumed, i: Int) -> None:
     """K or V of step i; the tile that the kv length cuts comes from its clean copy."""
     block_kv, num_slots = plan.config.block_kv, ring.shape[0]
-    head, ki = tiles.div(tile.head, plan.q_per_kv), tile.walk.last - i
-    slot = tiles.rem(i, num_slots)
+    head, ki = div(tile.head, plan.q_per_kv), tile.walk.kv_tile(i)
+    slot = rem(i, num_slots)
     pl.when(i >= num_slots)(lambda: plgpu.barrier_wait(consumed.at[slot]))
 
     def load(ref, first_key):
@@ -319,7 +328,7 @@ def _load(plan, gmem, tile, array, tail, ring, ready, consumed, i: Int) -> None:
     if tail is None:
         load(array, ki * block_kv)
         return
-    is_cut = ki == tiles.div(gmem.kv_lengths[tile.batch], block_kv)
+    is_cut = ki == div(gmem.extras.kv_lengths[tile.batch], block_kv)
     pl.when(is_cut)(lambda: load(tail, 0))
     pl.when(jnp.logical_not(is_cut))(lambda: load(array, ki * block_kv))
 
@@ -331,12 +340,13 @@ class _Statistics(NamedTuple):
     """Of the rows of one consumer.
 
     Attributes:
-      scale2: from q.k to log2 units.
+      units: of the scores.
       lse2: log-sum-exp in log2 units; +inf for a row that sees no key, so that its P is 0. [64]
-      delta: as in `flash_backward_dq`, 0 for a row that sees no key. [64]
+      delta: as in `flash_backward_dq`, over the factor of dropout; 0 for a row that sees no key.
+        [64]
     """
 
-    scale2: Any
+    units: logits.Units
     lse2: Any
     delta: Any
 
@@ -345,7 +355,7 @@ def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, wg: 
     """A consumer warpgroup: dq of its 64 rows."""
     op, num_wgs = plan.op, plan.config.compute_wgs
     plgpu.set_max_registers(tiles.REGISTERS[num_wgs][0], action="increase")
-    work = _Work(plan, scratch, tile, wg)
+    work = _Work(plan, scratch, gmem.extras, tile, wg)
     statistics = _load_statistics(work, gmem)
     pl.when(wg == 0)(lambda: op.token_pass(jnp.int32(0), num_wgs))
     plgpu.barrier_wait(scratch.q_ready)
@@ -369,10 +379,11 @@ def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
 
     lse = load(gmem.lse)
     sees = lse > -jnp.inf
+    plan = work.plan
     return _Statistics(
-        scale2=gmem.scale[work.tile.batch] * tile_math.LOG2E,
+        units=logits.units(plan, gmem.extras, gmem.scale, work.tile.batch),
         lse2=jnp.where(sees, lse * tile_math.LOG2E, jnp.inf),
-        delta=jnp.where(sees, load(gmem.delta), 0.0),
+        delta=jnp.where(sees, load(gmem.delta) * (1.0 - plan.dropout_rate), 0.0),
     )
 
 
@@ -401,7 +412,8 @@ def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, m
     work = work._replace(wg=lax.optimization_barrier(work.wg))
     slot, v_slot = work.k_slot(i), work.v_slot(i)
     before = work.k_slot(lax.max(i - 1, jnp.int32(0)))  # dS of step -1 is 0: any K that is there
-    op.set(scores, _zeros(c.block_kv))
+    start = logits.start(work.plan, work.extras, work.place(i), statistics.units)
+    op.set(scores, _zeros(c.block_kv) if start is None else start)
     op.set(dp, _zeros(c.block_kv))
     plgpu.barrier_wait(scratch.k_ready.at[slot])
     op.token_take(work.wg)
@@ -409,34 +421,46 @@ def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, m
     op.wgmma(scores, work.my_rows(scratch.q), scratch.k.at[slot].transpose((1, 0)))
     plgpu.barrier_wait(scratch.v_ready.at[v_slot])
     op.wgmma(dp, work.my_rows(scratch.dout), scratch.v.at[v_slot].transpose((1, 0)))
-    op.token_pass(tiles.rem(work.wg + 1, c.compute_wgs), c.compute_wgs)
+    op.token_pass(rem(work.wg + 1, c.compute_wgs), c.compute_wgs)
 
     op.wait(2)
     pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.k_consumed.at[before]))
-    weights = _weights(work, statistics, i, op.load(scores, 1), masked)
+    weights, squashed = _weights(work, statistics, i, op.load(scores, 1), masked)
+    keep = logits.kept(work.plan, work.extras, work.place(i))
     dp = op.load(dp)
     plgpu.barrier_arrive(scratch.v_consumed.at[v_slot])
+    if keep is not None:
+        dp = jnp.where(keep, dp, 0.0)
     dp = dp - tile_math.spread(statistics.delta, dp.shape)
-    ds = tile_math.dlogits(weights, dp, has_hidden=masked)
+    if squashed is not None:
+        weights = weights * tile_math.squash_slope(squashed)
+    ds = tile_math.dlogits(weights, dp, has_hidden=masked or "bias" in work.plan.terms)
     return ds.astype(work.plan.dtype)
 
 
-def _weights(work: _Work, statistics: _Statistics, i: Int, scores, masked: bool):
-    """P of step i. [64, block_kv]"""
-    if masked:
-        # Rows are independent, those behind the query length are cleared at the end: no test here.
-        bounds = dataclasses.replace(work.tile.bounds, q_end=None)
-        kv0 = (work.tile.walk.last - i) * work.plan.config.block_kv
-        scores = work.plan.op.hide_outside(scores, bounds, work.row0, kv0, q_axis=0)
-    return tile_math.weights(scores, statistics.scale2, statistics.lse2)
+def _weights(work: _Work, statistics: _Statistics, i: Int, products, masked: bool):
+    """P of step i [64, block_kv], and the tanh of a soft cap."""
+    # Rows are independent, those behind the query length are cleared at the end: no test here.
+    bounds = dataclasses.replace(work.tile.bounds, q_end=None)
+    units = statistics.units
+    scores, squashed = logits.finish(
+        work.plan, work.extras, work.place(i), bounds, units, products, masked=masked
+    )
+    weights = tile_math.weights(scores, units.log2, statistics.lse2)
+    if "bias" in work.plan.terms:  # rounding at large biases
+        weights = jnp.minimum(weights, 1.0)
+    return weights, squashed
 
 
 def _finish(work: _Work, gmem: _Gmem, dq) -> None:
     """Writes dq of these 64 rows, 0 behind the query length."""
     plan, tile = work.plan, work.tile
-    if gmem.query_lengths is not None:
+    query_lengths = gmem.extras.query_lengths
+    if query_lengths is not None:
         row = work.row0 + plgpu.broadcasted_iota(jnp.int32, dq.shape, 0, layout=mma.ACC_LAYOUT)
-        dq = jnp.where(row < gmem.query_lengths[tile.batch], dq, 0.0)
+        dq = jnp.where(row < query_lengths[tile.batch], dq, 0.0)
+    if plan.dropout_rate:
+        dq = dq * dropout.keep_scale(plan.dropout_rate)
     out = gmem.dq.at[tile.batch, pl.ds(work.row0, tiles.WG_ROWS), tile.head]
     if plan.out_float32:
         out[...] = dq

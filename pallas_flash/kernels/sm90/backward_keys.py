@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
+from pallas_flash.kernels.sm90 import logits
 from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
@@ -31,6 +31,7 @@ class Smem(NamedTuple):
     dout: Ref  # [num_stages, block_q, head_dim_v]
     neg_lse: Ref  # [num_stages, block_q]
     neg_delta: Ref  # [num_stages, block_q]
+    bias: Ref  # [num_stages, block_q, 128], or None
     k: Ref  # [128, head_dim], at the end dk
     v: Ref  # [128, head_dim_v], at the end dv
     ds: Ref  # [DS_SLOTS, 128, block_q]
@@ -116,7 +117,7 @@ class _Consumer:
 
     block: Block
     wg: Any
-    scale2: Any  # scale * log2(e)
+    units: logits.Units
     acc: Accumulators
 
     @property
@@ -134,10 +135,10 @@ def _consume(block: Block, wg) -> None:
         smem.ds[DS_SLOTS - 1, mine] = zeros
         launch.op.fence_async()
         plgpu.barrier_arrive(bars.ds_ready.at[DS_SLOTS - 1])
-    scale2 = block.gmem.scale[block.walk.b] * tile_math.LOG2E
+    units = block.units()
     plgpu.barrier_wait(bars.kv_ready)
     dk, dv = launch.op.with_accumulators(
-        lambda **acc: _walk(_Consumer(block, wg, scale2, Accumulators(**acc))),
+        lambda **acc: _walk(_Consumer(block, wg, units, Accumulators(**acc))),
         smem.accumulators,
         wg,
         **_accumulator_shapes(launch),
@@ -168,20 +169,22 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     slot = common.ring(i, config.num_stages)
     q, dout = smem.q.at[slot], smem.dout.at[slot]
 
+    neg_lse, neg_delta = smem.neg_lse.at[slot], smem.neg_delta.at[slot]
+    place = c.block.place(head, qi, c.kv0, ROWS)
+
     plgpu.barrier_wait(bars.tile_ready.at[slot])
-    op.set(acc.s, common.per_query(smem.neg_lse.at[slot], ROWS))
-    op.set(acc.dp, common.per_query(smem.neg_delta.at[slot], ROWS))
+    c.block.start_scores(acc.s, slot, place, c.units)
+    op.set(acc.dp, common.per_query(neg_delta, ROWS))
     keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
-    s = op.load(acc.s, 1)
-    if masked:
-        s = op.hide_outside(s, c.block.walk.bounds, qi * config.block_q, c.kv0, q_axis=1)
-    p = jnp.exp2(s * c.scale2)  # [64 keys, block_q]
-    p16 = p.astype(dtype)
-    op.wgmma(acc.dv, p16, dout)  # before dP is awaited: the tensor cores have work during dS
+    s, squashed = c.block.scores(op.load(acc.s, 1), neg_lse, place, c.units, masked=masked)
+    p = c.block.signed_by_dropout(jnp.exp2(s * c.units.log2), place)  # [64 keys, block_q]
+    op.wgmma(acc.dv, c.block.kept(p).astype(dtype), dout)  # before dP is awaited: work during dS
     dp = op.load(acc.dp, 1)
-    ds = tile_math.dlogits(p, dp, has_hidden=masked).astype(dtype)  # [64 keys, block_q]
+    dlogits = c.block.dlogits(p, squashed, dp, neg_delta, has_hidden=c.block.hides(masked))
+    c.block.add_dbias(dlogits, place, c.block.walk.ki, c.wg)
+    ds = dlogits.astype(dtype)
     _share_ds(c, i, ds)
     _issue_dq(c, i + DS_SLOTS - 1)
     _publish_ds(c, i)
@@ -233,7 +236,8 @@ def _finish(block: Block, wg, dk, dv) -> None:
     plgpu.barrier_arrive(block.bars.done)
     plgpu.barrier_wait(block.bars.done)
     mine, row0 = pl.ds(wg * ROWS, ROWS), block.walk.kv0 + wg * ROWS
-    dk *= block.gmem.scale[block.walk.b]  # read again: kept, it would cost the loop a register
+    dk *= block.dk_factor()  # read again: kept, it would cost the loop a register
+    dv = block.undropped(dv)
     common.store_grad(block, dk, block.smem.k.at[mine], block.gmem.dk, row0)
     common.store_grad(block, dv, block.smem.v.at[mine], block.gmem.dv, row0)
     plgpu.wait_smem_to_gmem(0)

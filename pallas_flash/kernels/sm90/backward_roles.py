@@ -2,7 +2,7 @@
 
 One accumulator [64, 256] a consumer is all that fits. Consumer 0 makes P and hands it over in
 shared memory; consumer 1 makes dP and from both dS, which it hands back: each consumer makes some
-columns of dq.
+columns of dq. Dropout and a soft cap reach consumer 1 through P: by its sign, and by its logarithm.
 """
 
 import dataclasses
@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import masks, tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
-from pallas_flash.kernels.sm90 import mma
+from pallas_flash.kernels.sm90 import logits, mma
 from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
@@ -32,6 +31,7 @@ class Smem(NamedTuple):
     dout: Ref  # [num_stages, block_q, head_dim_v]
     neg_lse: Ref  # [num_stages, block_q]
     neg_delta: Ref  # [num_stages, block_q]
+    bias: Ref  # [num_stages, block_q, 64], or None
     k: Ref  # [64, head_dim], at the end dk
     v: Ref  # [64, head_dim_v], at the end dv
     p: Ref  # [num_stages, 64, block_q]
@@ -114,7 +114,7 @@ class _Consumer:
 
     block: Block
     role: int
-    scale2: Any  # scale * log2(e)
+    units: logits.Units
     acc: Accumulators
 
 
@@ -126,10 +126,10 @@ def _consume(block: Block, role: int) -> None:
         smem.ds[DS_SLOTS - 1] = common.zeros((KEYS, launch.config.block_q)).astype(launch.dtype)
         launch.op.fence_async()
         plgpu.barrier_arrive(bars.ds_ready.at[DS_SLOTS - 1])
-    scale2 = block.gmem.scale[block.walk.b] * tile_math.LOG2E
+    units = block.units()
     plgpu.barrier_wait(bars.kv_ready)
     grad = launch.op.with_accumulators(
-        lambda **acc: _walk(_Consumer(block, role, scale2, Accumulators(**acc))),
+        lambda **acc: _walk(_Consumer(block, role, units, Accumulators(**acc))),
         smem.accumulators[role],
         0,
         **_accumulator_shapes(launch, role),
@@ -141,8 +141,8 @@ def _walk(c: _Consumer):
     """All tiles; returns dv, or dk before the scale."""
     block = c.block
     step = functools.partial(_step, c)
-    walk = block.walk if c.role == DV_OWNER else block.walk.in_one_loop()
-    done, before = walk.over_tiles(block.launch, step, block.first_carry())
+    tests = c.role == DV_OWNER
+    done, before = block.walk.over_tiles(block.launch, step, block.first_carry(), tests=tests)
     _issue_dq(c, done + DS_SLOTS - 1)
     _add_dq(c, before, in_flight=0)
     return block.launch.op.load(c.acc.grad)
@@ -154,12 +154,13 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     op = launch.op
     i, before = carry
     slot = common.ring(i, launch.config.num_stages)
+    place = c.block.place(head, qi, c.block.walk.kv0, KEYS)
 
     plgpu.barrier_wait(bars.tile_ready.at[slot])
     if c.role == DV_OWNER:
-        a, b = _probs(c, slot, i, qi, masked), smem.dout.at[slot]
+        a, b = _probs(c, slot, i, place, masked), smem.dout.at[slot]
     else:
-        a, b = _dlogits(c, slot, i), smem.q.at[slot]
+        a, b = _dlogits(c, slot, i, place), smem.q.at[slot]
     _issue_dq(c, i + DS_SLOTS - 1)
     op.wgmma(acc.grad, a, b)
     _add_dq(c, before, in_flight=1)
@@ -168,40 +169,50 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     return i + 1, c.block.dq_row(head, qi)
 
 
-def _probs(c: _Consumer, slot, i, qi, masked: bool):
-    """P^T [64 keys, block_q], handed to the owner of dk as well."""
-    smem, op, config = c.block.smem, c.block.launch.op, c.block.launch.config
-    op.set(c.acc.x, common.per_query(smem.neg_lse.at[slot], KEYS))
+def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
+    """P^T [64 keys, block_q], handed to the owner of dk as well, there negative where dropped."""
+    smem, op = c.block.smem, c.block.launch.op
+    neg_lse = smem.neg_lse.at[slot]
+    c.block.start_scores(c.acc.x, slot, place, c.units)
     keys = smem.k.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, keys, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
-    s = op.load(c.acc.x)
-    if masked:
-        walk = c.block.walk
-        s = op.hide_outside(s, walk.bounds, qi * config.block_q, walk.kv0, q_axis=1)
-    p = jnp.exp2(s * c.scale2).astype(c.block.launch.dtype)
+    s, _ = c.block.scores(op.load(c.acc.x), neg_lse, place, c.units, masked=masked)
+    p = c.block.signed_by_dropout(jnp.exp2(s * c.units.log2), place)
+    p = p.astype(c.block.launch.dtype)
     smem.p[slot] = p
     plgpu.barrier_arrive(c.block.bars.p_ready.at[slot])
-    return p
+    return c.block.kept(p)
 
 
-def _dlogits(c: _Consumer, slot, i):
+def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     """dS^T [64 keys, block_q], handed to the owner of dv as well."""
     smem, bars, op, dtype = c.block.smem, c.block.bars, c.block.launch.op, c.block.launch.dtype
-    op.set(c.acc.x, common.per_query(smem.neg_delta.at[slot], KEYS))
+    neg_delta = smem.neg_delta.at[slot]
+    op.set(c.acc.x, common.per_query(neg_delta, KEYS))
     values = smem.v.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
-    p = plgpu.load(smem.p.at[slot], layout=mma.ACC_LAYOUT)
+    p = plgpu.load(smem.p.at[slot], layout=mma.ACC_LAYOUT).astype(jnp.float32)
+    squashed = _squashed(c, jnp.abs(p), smem.neg_lse.at[slot])
     # This role runs masked and plain steps alike, so it asks whether any step has a mask.
-    has_hidden = c.block.walk.bounds != masks.Bounds()
-    ds = tile_math.dlogits(p.astype(jnp.float32), op.load(c.acc.x), has_hidden=has_hidden)
-    ds = ds.astype(dtype)
+    has_hidden = c.block.hides(c.block.walk.hides)
+    dlogits = c.block.dlogits(p, squashed, op.load(c.acc.x), neg_delta, has_hidden=has_hidden)
+    c.block.add_dbias(dlogits, place, c.block.walk.ki, 0)
+    ds = dlogits.astype(dtype)
     if c.block.launch.make_dq:
         ds_slot = common.ring(i, DS_SLOTS)
         smem.ds[ds_slot] = ds
         op.fence_async()
         plgpu.barrier_arrive(bars.ds_ready.at[ds_slot])
     return ds
+
+
+def _squashed(c: _Consumer, p, neg_lse: Ref):
+    """The tanh of the soft cap, from P = 2^(log2 * (tanh - lse)); None without a cap."""
+    if c.units.squash is None:
+        return None
+    from_p = jnp.log2(p) * (1.0 / c.units.log2) - common.per_query(neg_lse, KEYS)
+    return jnp.where(p > 0.0, from_p, 0.0)
 
 
 def _issue_dq(c: _Consumer, i) -> None:
@@ -231,8 +242,7 @@ def _finish(block: Block, role: int, grad) -> None:
     plgpu.barrier_arrive(block.bars.done)
     plgpu.barrier_wait(block.bars.done)
     smem, gmem = block.smem, block.gmem
-    if role == DK_OWNER:
-        grad *= gmem.scale[block.walk.b]
+    grad = grad * block.dk_factor() if role == DK_OWNER else block.undropped(grad)
     buffer, out = (smem.v, gmem.dv) if role == DV_OWNER else (smem.k, gmem.dk)
     common.store_grad(block, grad, buffer, out, block.walk.kv0)
     plgpu.wait_smem_to_gmem(0)

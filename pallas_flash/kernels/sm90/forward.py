@@ -4,8 +4,8 @@ The algorithm, for one tile of block_q queries, keys from last to first in steps
 
     m = -inf, l = 0, O = 0
     for each step:
-        S = Q K^T                              (wgmma, float32)
-        hide pairs that the mask's bounds forbid, in the steps that they cut
+        S = Q K^T                              (wgmma, float32), on top of bias and ALiBi
+        S = tanh(S) with a soft cap; hide what the mask forbids, in the steps that it cuts
         m' = max(m, rowmax(S) * scale2)        (log2 units; scale2 = scale * log2(e))
         P = 2^(scale2 * S - m'), l = l * 2^(m - m') + rowsum(P), O = O * 2^(m - m')
         O += P V                               (wgmma, P rounded to the input dtype)
@@ -24,13 +24,14 @@ A block does one tile, or (static masks, a moderate number of tiles) the tiles o
 schedule made on the host. Tiles of one head group follow each other, longest first.
 
 In shared memory (`_Scratch`): q [q_stages, block_q, head_dim], k [num_stages, block_kv, head_dim],
-v [num_stages, block_kv, head_dim_v], lse [compute_wgs, 64] and, unless the output leaves through
+v [num_stages, block_kv, head_dim_v], lse [compute_wgs, 64], a bias that can be copied by TMA
+[num_stages, block_q, block_kv], freed with K, and, unless the output leaves through
 the Q slot, out [block_q, head_dim_v].
 
     barrier     slots       who arrives                  who waits
     q_ready     q_stages    TMA, 1 a tile                every consumer
     q_consumed  q_stages    every consumer, 1 a tile     producer
-    k_ready     num_stages  TMA, 1 a step                every consumer
+    k_ready     num_stages  TMA, 1 a step, 2 with bias   every consumer
     k_consumed  num_stages  every consumer, 1 a step     producer
     v_ready     num_stages  TMA, 1 a step                every consumer
     v_consumed  num_stages  every consumer, 1 a step     producer
@@ -38,8 +39,8 @@ the Q slot, out [block_q, head_dim_v].
                 consumer    issue                        two warpgroups; no data depends on it)
 
 Slots are used round robin over all steps (tiles) of the block. Which keys a tile walks, and where
-it must mask, comes from `masks.Bounds` alone. What GPU and interpret mode spell differently is
-`mma.ops`.
+it must mask, comes from `masks.Bounds` or a table of `visits`; what a score is, from `logits`. What
+GPU and interpret mode spell differently is `mma.ops`.
 """
 
 import dataclasses
@@ -52,9 +53,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import hardware, masks, tile_math
+from pallas_flash import dropout, hardware, masks, tile_math
 from pallas_flash.config import ForwardConfig
-from pallas_flash.kernels.sm90 import mma, smem, tails, tiles
+from pallas_flash.kernels.sm90 import logits, mma, smem, tails, tiles
+from pallas_flash.kernels.sm90.call import (
+    NO_EXTRAS,
+    Extras,
+    ceil_div,
+    div,
+    rem,
+    with_bias,
+)
+from pallas_flash.kernels.sm90.visits import prepared
 
 _SUM_COLS = 8  # columns of the running row sums: 2 a lane, so a step needs no shuffle
 
@@ -72,9 +82,9 @@ def flash_forward(
     mask: masks.Mask,
     q_len: int,
     kv_len: int,
-    query_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
-    window: Array | None = None,
+    extras: Extras = NO_EXTRAS,
+    alibi_shift: int = 0,
+    dropout_rate: float = 0.0,
     config: ForwardConfig,
     num_sms: int = hardware.SM90.num_sms,
     interpret: bool = False,
@@ -88,13 +98,12 @@ def flash_forward(
       k: (B, S, K, H).
       v: (B, S, K, Hv); query head n reads kv head n // (N / K).
       scale: float32 (B,), positive.
-      mask: any mask whose bounds say everything.
+      mask: what hides pairs.
       q_len: true number of queries, at most T and more than T - 8.
       kv_len: true number of keys, at most S and more than S - 8.
-      query_lengths: int32 (B,), in [0, q_len]; with a mask that has a query length.
-      kv_lengths: int32 (B,), in [0, kv_len]; with a mask that has a kv length. Behind it k and v
-        may hold anything.
-      window: int32 (2,), left and right side; with a window mask.
+      extras: arrays of the mask and of further terms. Behind a kv length k and v may hold anything.
+      alibi_shift: of the diagonal where ALiBi's distance is 0.
+      dropout_rate: with `extras.dropout_rows`.
       config: tiles, rings and order.
       num_sms: blocks of a scheduled launch.
       interpret: run in Pallas' interpret mode.
@@ -118,29 +127,34 @@ def flash_forward(
         head_dim_v=v.shape[3],
         dtype=jnp.dtype(q.dtype).name,
         mask=mask,
+        terms=extras.present(),
+        alibi_shift=alibi_shift,
+        dropout_rate=dropout_rate,
         facts=tiles.mask_facts(mask, q_len, kv_len, config),
         config=config,
         num_sms=num_sms,
         interpret=interpret,
     )
+    if "bias" in plan.terms:  # may hide any pair
+        plan = dataclasses.replace(plan, facts=plan.facts._replace(sees_at_once=False))
+    plan = with_bias(plan, extras.bias, _scratch)
     on_gpu = dataclasses.replace(plan, interpret=False)
     smem.check_smem(f"{config} with head_dim={head_dim}, head_dim_v={v.shape[3]}", _scratch(on_gpu))
-    operands = dict(
+    kv_lengths = extras.kv_lengths
+    operands = _Gmem(
         q=q,
         k=k,
         v=v,
-        scale2=scale * jnp.float32(tile_math.LOG2E),
-        query_lengths=query_lengths,
-        kv_lengths=kv_lengths,
-        window=window,
+        scale=scale,
+        extras=prepared(plan, extras, at_least_one=True),
         v_tail=None if kv_lengths is None else tails.tail_tile(v, kv_lengths, config.block_kv),
         schedule=jnp.asarray(tiles.schedule(plan)) if plan.is_scheduled else None,
     )
-    operands = {name: x for name, x in operands.items() if x is not None}
-    lse_rows = tiles.ceil_div(q_len, tiles.WG_ROWS) * tiles.WG_ROWS
+    operands, structure = jax.tree.flatten(operands)
+    lse_rows = ceil_div(q_len, tiles.WG_ROWS) * tiles.WG_ROWS
 
     def flash_forward_kernel(*refs, scratch):
-        gmem = _Gmem(**dict(zip((*operands, "out", "lse"), refs, strict=True)))
+        gmem = jax.tree.unflatten(structure, refs[:-2])._replace(out=refs[-2], lse=refs[-1])
         wg = lax.axis_index("wg")
         pl.when(wg < config.compute_wgs)(lambda: _consume(plan, gmem, scratch, wg))
         pl.when(wg == config.compute_wgs)(lambda: _produce(plan, gmem, scratch))
@@ -160,7 +174,7 @@ def flash_forward(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-    )(*operands.values())
+    )(*operands)
 
 
 def forward_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, dtype) -> int:
@@ -171,7 +185,7 @@ def forward_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, dt
     return smem.smem_bytes(_scratch(plan))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan(tiles.Plan):
     """Everything static about one launch."""
 
@@ -188,6 +202,7 @@ class _Scratch(NamedTuple):
     q: Any
     k: Any
     v: Any
+    bias: Any
     out: Any
     lse: Any
     accumulators: Any
@@ -206,6 +221,7 @@ def _scratch(plan: _Plan) -> _Scratch:
         q=smem.tiled_smem((c.q_stages, c.block_q, plan.head_dim), dtype),
         k=smem.tiled_smem((c.num_stages, c.block_kv, plan.head_dim), dtype),
         v=smem.tiled_smem((c.num_stages, c.block_kv, plan.head_dim_v), dtype),
+        bias=plan.bias_tiles(c.num_stages),
         out=None if plan.output_through_q else smem.tiled_smem((c.block_q, plan.head_dim_v), dtype),
         lse=plgpu.SMEM((c.compute_wgs, tiles.WG_ROWS), jnp.float32),
         accumulators=plan.op.accumulator_scratch(
@@ -213,7 +229,7 @@ def _scratch(plan: _Plan) -> _Scratch:
         ),
         q_ready=ready(num_barriers=c.q_stages),
         q_consumed=consumed(num_barriers=c.q_stages),
-        k_ready=ready(num_barriers=c.num_stages),
+        k_ready=ready(num_barriers=c.num_stages, num_arrivals=2 if plan.staged_bias else 1),
         k_consumed=consumed(num_barriers=c.num_stages),
         v_ready=ready(num_barriers=c.num_stages),
         v_consumed=consumed(num_barriers=c.num_stages),
@@ -226,14 +242,12 @@ class _Gmem(NamedTuple):
     q: Any
     k: Any
     v: Any
-    scale2: Any
-    out: Any
-    lse: Any
-    query_lengths: Any = None
-    kv_lengths: Any = None
-    window: Any = None
+    scale: Any
+    extras: Extras
     v_tail: Any = None
     schedule: Any = None
+    out: Any = None
+    lse: Any = None
 
 
 # --- producer ------------------------------------------------------------------------------------
@@ -253,7 +267,7 @@ def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch) -> None:
 
 def _produce_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile) -> None:
     c = plan.config
-    slot = tiles.rem(tile.turn, c.q_stages)
+    slot = rem(tile.turn, c.q_stages)
     pl.when(tile.turn >= c.q_stages)(lambda: plgpu.barrier_wait(scratch.q_consumed.at[slot]))
     plgpu.copy_gmem_to_smem(
         gmem.q.at[tile.batch, pl.ds(tile.q_lo, c.block_q), tile.head],
@@ -280,25 +294,28 @@ def _produce_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile)
 def _free_slot(plan: _Plan, consumed, step: Int) -> Int:
     """The ring slot of this step (of the block), once its last use is over."""
     num_stages = plan.config.num_stages
-    slot = tiles.rem(step, num_stages)
+    slot = rem(step, num_stages)
     pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(consumed.at[slot]))
     return slot
 
 
 def _load_k(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, i: Int) -> None:
-    block_kv, head = plan.config.block_kv, tiles.div(tile.head, plan.q_per_kv)
+    block_kv, head = plan.config.block_kv, div(tile.head, plan.q_per_kv)
     slot = _free_slot(plan, scratch.k_consumed, tile.step0 + i)
-    keys = pl.ds((tile.walk.last - i) * block_kv, block_kv)
+    kv0, ready = tile.walk.kv_tile(i) * block_kv, scratch.k_ready.at[slot]
     plgpu.copy_gmem_to_smem(
-        gmem.k.at[tile.batch, keys, head], scratch.k.at[slot], scratch.k_ready.at[slot]
+        gmem.k.at[tile.batch, pl.ds(kv0, block_kv), head], scratch.k.at[slot], ready
     )
+    if plan.staged_bias:
+        dst = scratch.bias.at[slot]
+        plan.copy_bias(gmem.extras, tile.batch, tile.head, tile.q_lo, kv0, dst, ready)
 
 
 def _load_v(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, i: Int) -> None:
     """V of step i; the tile that the kv length cuts comes from its clean copy."""
-    block_kv, head = plan.config.block_kv, tiles.div(tile.head, plan.q_per_kv)
+    block_kv, head = plan.config.block_kv, div(tile.head, plan.q_per_kv)
     slot = _free_slot(plan, scratch.v_consumed, tile.step0 + i)
-    ki = tile.walk.last - i
+    ki = tile.walk.kv_tile(i)
 
     def load(ref, first_key):
         plgpu.copy_gmem_to_smem(
@@ -310,7 +327,7 @@ def _load_v(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, i: In
     if gmem.v_tail is None:
         load(gmem.v, ki * block_kv)
         return
-    is_cut = ki == tiles.div(gmem.kv_lengths[tile.batch], block_kv)
+    is_cut = ki == div(gmem.extras.kv_lengths[tile.batch], block_kv)
     pl.when(is_cut)(lambda: load(gmem.v_tail, 0))
     pl.when(jnp.logical_not(is_cut))(lambda: load(gmem.v, ki * block_kv))
 
@@ -323,26 +340,58 @@ class _Work(NamedTuple):
 
     Attributes:
       q: its rows of the Q slot. [64, head_dim]
-      scale2: from q.k to log2 units.
     """
 
     plan: _Plan
     scratch: _Scratch
+    extras: Extras
     wg: Int
     tile: tiles.Tile
     q: Any
-    scale2: Any
+    units: logits.Units
+
+    @property
+    def row0(self) -> Int:
+        """First query of this consumer."""
+        return self.tile.q_lo + self.wg * tiles.WG_ROWS
+
+    def place(self, i: Int) -> logits.Place:
+        """Where the scores of step i are."""
+        block_kv = self.plan.config.block_kv
+        kv0 = self.tile.walk.kv_tile(i) * block_kv
+        shape = (tiles.WG_ROWS, block_kv)
+        return logits.Place(self.tile.batch, self.tile.head, self.row0, kv0, 0, shape)
+
+    def start_scores(self, scores, i: Int) -> None:
+        """Bias and ALiBi are in the accumulator before the product. No wgmma may run.
+
+        K of step i must be there, and with it the tile of the bias.
+        """
+        if self.plan.terms & logits.ADDITIVE:
+            staged = None
+            if self.plan.staged_bias:
+                tile = self.scratch.bias.at[self.slot(i)]
+                staged = logits.Staged(tile, self.wg * tiles.WG_ROWS)
+            start = logits.start(self.plan, self.extras, self.place(i), self.units, staged)
+            self.plan.op.set(scores, start)
+
+    def kept(self, weights, i: Int):
+        """The weights that dropout leaves."""
+        keep = (
+            logits.kept(self.plan, self.extras, self.place(i)) if self.plan.dropout_rate else None
+        )
+        return weights if keep is None else jnp.where(keep, weights, 0.0)
 
     def slot(self, i: Int) -> Int:
         """The ring slot of step i."""
-        return tiles.rem(self.tile.step0 + i, self.plan.config.num_stages)
+        return rem(self.tile.step0 + i, self.plan.config.num_stages)
 
     def take_token(self) -> None:
         self.plan.op.token_take(self.wg)
 
     def pass_token(self) -> None:
         num_wgs = self.plan.config.compute_wgs
-        self.plan.op.token_pass(tiles.rem(self.wg + 1, num_wgs), num_wgs)
+        self.plan.op.token_pass(rem(self.wg + 1, num_wgs), num_wgs)
 
     def with_scores(self, body):
         """body(scores=accumulator [64, block_kv] of zeros)."""
@@ -376,13 +425,11 @@ def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int) -> None:
 
 
 def _consume_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int, tile: tiles.Tile) -> None:
-    slot = tiles.rem(tile.turn, plan.config.q_stages)
+    slot = rem(tile.turn, plan.config.q_stages)
     q = scratch.q.at[slot, pl.ds(wg * tiles.WG_ROWS, tiles.WG_ROWS)]
-    work = _Work(plan, scratch, wg, tile, q, gmem.scale2[tile.batch])
-    softmax = _Softmax(
-        plgpu.layout_cast(jnp.full((tiles.WG_ROWS,), -jnp.inf, jnp.float32), mma.ROW_LAYOUT),
-        plgpu.layout_cast(jnp.full((tiles.WG_ROWS, _SUM_COLS), 0.0, jnp.float32), mma.ACC_LAYOUT),
-    )
+    units = logits.units(plan, gmem.extras, gmem.scale, tile.batch)
+    work = _Work(plan, scratch, gmem.extras, wg, tile, q, units)
+    softmax = _first_softmax(work)
     plgpu.barrier_wait(scratch.q_ready.at[slot])
     attend = _attend_overlapped if plan.config.overlap else _attend_in_turn
     acc, softmax = plan.op.with_accumulators(
@@ -394,23 +441,37 @@ def _consume_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int, tile: ti
     _finish(work, gmem, slot, acc, softmax)
 
 
+def _first_softmax(work: _Work) -> _Softmax:
+    """Before any key: nothing, or the sink, whose weight is 1 where it is the maximum."""
+    row_max, weight = -jnp.inf, 0.0
+    if "sinks" in work.plan.terms:
+        sinks, tile = work.extras.sinks, work.tile
+        row_max = sinks[(*work.plan.entry(sinks, tile.batch), tile.head)] * tile_math.LOG2E
+        weight = jnp.where(row_max > -jnp.inf, 1.0 / _SUM_COLS, 0.0)  # a power of two: exact
+    full = lambda shape, value: lax.broadcast_in_dim(jnp.float32(value), shape, ())
+    return _Softmax(
+        plgpu.layout_cast(full((tiles.WG_ROWS,), row_max), mma.ROW_LAYOUT),
+        plgpu.layout_cast(full((tiles.WG_ROWS, _SUM_COLS), weight), mma.ACC_LAYOUT),
+    )
+
+
 def _softmax_step(work: _Work, i: Int, scores, softmax: _Softmax, *, masked: bool):
     """One step of the online softmax: (softmax, weights float32 [64, block_kv], growth)."""
-    plan, tile, threshold = work.plan, work.tile, work.plan.config.rescale_threshold
-    if masked:
-        q0 = tile.q_lo + work.wg * tiles.WG_ROWS
-        kv0 = (tile.walk.last - i) * plan.config.block_kv
-        scores = plan.op.hide_outside(scores, tile.bounds, q0, kv0, q_axis=0)
-    grown = tile_math.grown_max(scores, work.scale2, softmax.row_max)
+    plan, threshold = work.plan, work.plan.config.rescale_threshold
+    scores, _ = logits.finish(
+        plan, work.extras, work.place(i), work.tile.bounds, work.units, scores, masked=masked
+    )
+    scale2 = work.units.log2
+    grown = tile_math.grown_max(scores, scale2, softmax.row_max)
     limit = softmax.row_max + threshold
     row_max = jnp.where(grown > limit, grown, softmax.row_max) if threshold else grown
     pivot = row_max if plan.facts.sees_at_once else tile_math.finite_pivot(row_max)
     factor = jnp.exp2(softmax.row_max - pivot)
-    weights = tile_math.weights(scores, work.scale2, pivot)
+    weights = tile_math.weights(scores, scale2, pivot)
     row_sum = softmax.row_sum * tile_math.spread(factor, softmax.row_sum.shape)
     for col in range(0, weights.shape[1], _SUM_COLS):
         row_sum = row_sum + weights[:, col : col + _SUM_COLS]
-    return _Softmax(row_max, row_sum), weights, _Growth(factor, grown, limit)
+    return _Softmax(row_max, row_sum), work.kept(weights, i), _Growth(factor, grown, limit)
 
 
 def _rescale(work: _Work, out, growth: _Growth) -> None:
@@ -458,6 +519,7 @@ def _attend_overlapped(work: _Work, softmax: _Softmax, *, out):
 
 def _first_scores(work: _Work, *, scores):
     plgpu.barrier_wait(work.scratch.k_ready.at[work.slot(0)])
+    work.start_scores(scores, 0)
     work.take_token()
     _issue_qk(work, scores, 0)
     work.pass_token()
@@ -482,6 +544,7 @@ def _step_overlapped(work: _Work, out, i: Int, carry, *, masked: bool):
 
 def _next_scores(work: _Work, out, weights, i: Int, *, scores):
     plgpu.barrier_wait(work.scratch.k_ready.at[work.slot(i)])
+    work.start_scores(scores, i)
     work.take_token()
     _issue_qk(work, scores, i)
     plgpu.barrier_wait(work.scratch.v_ready.at[work.slot(i - 1)])
@@ -518,6 +581,7 @@ def _step_in_turn(work: _Work, out, i: Int, softmax: _Softmax, *, masked: bool):
 
 
 def _scores(work: _Work, i: Int, *, scores):
+    work.start_scores(scores, i)
     _issue_qk(work, scores, i)
     work.pass_token()
     return work.plan.op.load(scores)
@@ -533,11 +597,12 @@ def _finish(work: _Work, gmem: _Gmem, slot: Int, acc, softmax: _Softmax) -> None
         staged = scratch.out.at[pl.ds(work.wg * tiles.WG_ROWS, tiles.WG_ROWS)]
         plgpu.barrier_arrive(scratch.q_consumed.at[slot])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # stores of the tile before
-    out = acc * tile_math.spread(tile_math.reciprocal_sum(row_sum), acc.shape)
+    factor = tile_math.reciprocal_sum(row_sum) * dropout.keep_scale(plan.dropout_rate)
+    out = acc * tile_math.spread(factor, acc.shape)
     staged[...] = out.astype(plan.dtype)
     scratch.lse.at[work.wg][...] = tile_math.log_sum_exp(softmax.row_max, row_sum)
     plgpu.commit_smem()
-    row0 = tile.q_lo + work.wg * tiles.WG_ROWS
+    row0 = work.row0
 
     def store():
         rows = pl.ds(row0, tiles.WG_ROWS)

@@ -7,6 +7,8 @@ shared memory, a matrix product is `lax.dot` on plain loads (which the race dete
 `commit_smem` stands wherever the GPU needs only a fence.
 """
 
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_flash import masks
 
@@ -52,6 +55,40 @@ def _void_asm(operands, text: str, constraints: str) -> None:
 
 def _thread_in_warpgroup():
     return arith.andi(mgpu.utils.thread_idx(), _i32_const(127))
+
+
+def _first_element():
+    """Row and column of this thread's first element of an accumulator [64, n]."""
+    thread = _thread_in_warpgroup()
+    lane = arith.andi(thread, _i32_const(31))
+    warp_row = arith.muli(arith.shrui(thread, _i32_const(5)), _i32_const(16))
+    row = arith.addi(arith.shrui(lane, _i32_const(2)), warp_row)
+    return row, arith.muli(arith.andi(lane, _i32_const(3)), _i32_const(2))
+
+
+def _element(i: int) -> tuple[int, int]:
+    """How many rows and columns this thread's element `i` lies behind its first."""
+    return 8 * (i % 4 // 2), 8 * (i // 4) + i % 2
+
+
+def _opaque(value):
+    """The same number, about which the compiler knows nothing: what is added stays an immediate.
+
+    Otherwise the sums of thread and element would be hoisted out of the loops, into 32 registers.
+    """
+    return llvm.inline_asm(value.type, [value], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+
+
+def _accumulator(values, shape: tuple[int, int], *, is_signed: bool | None):
+    """One value an element, in the order of `_element` -> a FragmentedArray in ACC_LAYOUT."""
+    layout = fa.WGMMA_LAYOUT_ACC_32BIT
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for i, value in enumerate(values):
+        vector_type = ir.VectorType.get((1,), value.type)
+        registers.flat[i] = vector.broadcast(vector_type, value)
+    return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed).to_layout(
+        fa.WGMMA_LAYOUT
+    )
 
 
 def _bound_tests(bounds: masks.Bounds, q0, kv0, q_axis: int):
@@ -163,6 +200,25 @@ class GpuOps:
         return vote(a, b)
 
     @staticmethod
+    def all_within(tile, limit: float):
+        """|x| <= limit for all that this warp holds of an accumulator; see `any_greater`."""
+        answer = plgpu.ShapeDtypeStruct((), jnp.dtype(bool), layout=SCALAR_LAYOUT)
+
+        @_inline_mgpu(arg_types=(ACC_LAYOUT,), return_type=answer)
+        def vote(_, x):
+            x = x.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
+            most = None
+            for register in x.registers.flat:
+                size = mlir_math.absf(vector.extract(register, [], [0]))
+                most = size if most is None else arith.maximumf(most, size)
+            limit_ = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), limit))
+            within = arith.cmpf(arith.CmpFPredicate.OLE, most, limit_)
+            vote_all = nvvm.vote_sync(_i32_const(-1), within, "all")
+            return mgpu.FragmentedArray.splat(vote_all, (), is_signed=False)
+
+        return vote(tile)
+
+    @staticmethod
     def hide_outside(scores, bounds: masks.Bounds, q0, kv0, q_axis: int):
         """Accumulator [64, n] of the tile at (q0, kv0) with -inf where bounds do not allow.
 
@@ -179,12 +235,7 @@ class GpuOps:
         def hide(_, acc, *limits):
             layout, acc = acc.layout, acc.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
             limit = {n: x.registers.flat[0] for n, x in zip(names, limits, strict=True)}
-            thread = _thread_in_warpgroup()
-            lane = arith.andi(thread, _i32_const(31))
-            warp_row = arith.muli(arith.shrui(thread, _i32_const(5)), _i32_const(16))
-            row = arith.addi(arith.shrui(lane, _i32_const(2)), warp_row)
-            col = arith.muli(arith.andi(lane, _i32_const(3)), _i32_const(2))
-            # The thread's first element sits at (row, col); element i is (drow, dcol) further on.
+            row, col = _first_element()
             at = {
                 "ge": lambda: arith.addi(limit["ge"], arith.subi(row, col)),
                 "le": lambda: arith.addi(limit["le"], arith.subi(row, col)),
@@ -198,7 +249,7 @@ class GpuOps:
             minus_inf = arith.constant(f32, ir.FloatAttr.get(f32, float("-inf")))
             registers = np.empty_like(acc.registers)
             for i, value in enumerate(acc.registers.flat):
-                drow, dcol = 8 * (i % 4 // 2), 8 * (i // 4) + i % 2
+                drow, dcol = _element(i)
                 test = {
                     "ge": (less_equal, dcol - drow),
                     "le": (greater_equal, dcol - drow),
@@ -219,6 +270,207 @@ class GpuOps:
             ).to_layout(layout)
 
         return hide(scores, *tests.values())
+
+    @staticmethod
+    def count_from(first, shape: tuple[int, int], *, row_step: int = 0, col_step: int = 0):
+        """int32 [64, n] like an accumulator: first + row_step * row + col_step * column."""
+        out = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32), layout=ACC_LAYOUT)
+
+        @_inline_mgpu(arg_types=(SCALAR_LAYOUT,), return_type=out)
+        def count(_, first):
+            row, col = _first_element()
+            base = first.registers.flat[0]
+            for step, offset in ((row_step, row), (col_step, col)):
+                if step:
+                    base = arith.addi(base, arith.muli(offset, _i32_const(step)))
+            base = _opaque(base)
+            values = []
+            for i in range(shape[0] * shape[1] // 128):
+                drow, dcol = _element(i)
+                values.append(arith.addi(base, _i32_const(row_step * drow + col_step * dcol)))
+            return _accumulator(values, shape, is_signed=True)
+
+        return count(jnp.int32(first))
+
+    @staticmethod
+    def load_along(ref, first, shape: tuple[int, int], axis: int):
+        """ref[first + position along `axis`], the same along the other, as an accumulator."""
+        layout = ROW_LAYOUT if axis == 0 else COL_LAYOUT
+        part = ref.at[pl.ds(first, shape[axis])]
+        values = plgpu.load(part, layout=layout, optimized=False)
+        return lax.broadcast_in_dim(values, shape, (axis,))
+
+    @staticmethod
+    def whole_tiles(x, rows: int, cols: int):
+        """An array that `load_tile` will read, as it wants it: here as it is."""
+        del rows, cols
+        return x
+
+    @staticmethod
+    def load_tile(ref, entry, q0, kv0, shape: tuple[int, int], q_axis: int, *, whole: bool):
+        """Tile of ref[entry], a global array [b, n, queries or 1, keys or 1], as an accumulator.
+
+        An axis of size 1 is repeated. Past the array's end its last row or column is read, which
+        stands for nothing; `whole` says that no tile reaches there. Arrives as float32.
+        """
+        out = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
+        sizes, count = ref.shape, shape[0] * shape[1] // 128
+
+        @_inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR_LAYOUT] * 4), return_type=out)
+        def load(_, ref, *origin):
+            i64 = ir.IntegerType.get_signless(64)
+            origin = [x.registers.flat[0] for x in origin]
+            base, stored = mgpu.utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+
+            def offset(index, axis):
+                """Elements to ref[..., index, ...] along one axis, 64 bits wide."""
+                stride = int(np.prod(sizes[axis + 1 :]))
+                return arith.muli(arith.extsi(i64, index), mgpu.utils.c(stride, i64))
+
+            first = arith.addi(offset(origin[0], 0), offset(origin[1], 1))
+            base = mgpu.utils.getelementptr(base, [first], stored)
+
+            # Two neighbours of a row come in one load where they are neighbours in memory, too.
+            width = 2 if q_axis == 0 and sizes[3] % 2 == 0 else 1
+
+            def offsets(axis, start, steps):
+                """The same, by distance from this thread's first row or column."""
+                if sizes[axis] == 1:
+                    return {step: mgpu.utils.c(0, i64) for step in steps}
+                start = arith.addi(origin[axis], start)
+                if whole:  # one address, the rest are immediates
+                    start, stride = offset(start, axis), int(np.prod(sizes[axis + 1 :]))
+                    return {s: arith.addi(start, mgpu.utils.c(s * stride, i64)) for s in steps}
+                last = _i32_const(sizes[axis] - (width if axis == 3 else 1))
+                at = {s: arith.minsi(arith.addi(start, _i32_const(s)), last) for s in steps}
+                return {s: offset(i, axis) for s, i in at.items()}
+
+            row, col = _first_element()
+            row_axis, col_axis = (2, 3) if q_axis == 0 else (3, 2)
+            rows = offsets(row_axis, row, sorted({_element(i)[0] for i in range(count)}))
+            cols = offsets(col_axis, col, sorted({_element(i)[1] for i in range(0, count, width)}))
+            loaded = ir.VectorType.get((width,), stored)
+            values = []
+            for i in range(0, count, width):
+                drow, dcol = _element(i)
+                at = arith.addi(rows[drow], cols[dcol])
+                pair = llvm.load(loaded, mgpu.utils.getelementptr(base, [at], stored))
+                for j in range(width):
+                    value = vector.extract(pair, [], [j])
+                    if stored != ir.F32Type.get():
+                        value = arith.extf(ir.F32Type.get(), value)
+                    values.append(value)
+            return _accumulator(values, shape, is_signed=None)
+
+        return load(ref, *(jnp.int32(x) for x in (*entry, q0, kv0)))
+
+    @staticmethod
+    def load_staged(ref, first_row, shape: tuple[int, int], q_axis: int):
+        """Tile [queries, keys] in shared memory (`tiled_smem`), as a float32 accumulator [64, n].
+
+        Rows from `first_row` on: queries with q_axis 0, keys with q_axis 1. Mosaic's own load has
+        no word for the latter. Addresses follow the 128-byte swizzle: 16-byte pieces of a line of
+        8 x 128 bytes are exchanged by the row in it. Neither way has bank conflicts.
+        """
+        out = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
+        size = jnp.dtype(ref.dtype).itemsize
+        per_line, lines = 128 // size, ref.shape[1] * size // 128
+        swizzled = plgpu.RefType(
+            (plgpu.TilingTransform((8, per_line)), plgpu.SwizzleTransform(128))
+        )
+
+        @_inline_mgpu(arg_types=(swizzled, SCALAR_LAYOUT), return_type=out)
+        def load(_, ref, first_row):
+            base, stored = mgpu.utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+            shift = lambda x, n: arith.shrui(x, _i32_const(n))
+            times = lambda x, n: arith.muli(x, _i32_const(n))
+            low = lambda x, n: arith.andi(x, _i32_const(n - 1))  # x mod n, a power of two
+            plus = lambda *terms: functools.reduce(arith.addi, terms)
+
+            def load_at(offset, static: int, width: int):
+                offset = arith.addi(offset, _i32_const(static))
+                at = mgpu.utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
+                loaded = llvm.load(ir.VectorType.get((width,), stored), at)
+                found = [vector.extract(loaded, [], [i]) for i in range(width)]
+                f32 = ir.F32Type.get()
+                return [x if stored == f32 else arith.extf(f32, x) for x in found]
+
+            row, col = _first_element()
+            row = _opaque(arith.addi(first_row.registers.flat[0], row))
+            count = shape[0] * shape[1] // 128
+            values = []
+            if q_axis == 0:  # a row is a query: pieces of its lines, two neighbours at a time
+                line = plus(times(shift(row, 3), lines * 1024), times(low(row, 8), 128))
+                within = times(col, size)
+                piece = arith.xori(times(shift(within, 4), 16), times(low(row, 8), 16))
+                line = arith.addi(line, low(within, 16))
+                for i in range(0, count, 2):
+                    drow, dcol = _element(i)
+                    static = dcol % per_line * size  # of the piece: a multiple of 16
+                    offset = arith.addi(line, arith.xori(piece, _i32_const(static)))
+                    far = drow // 8 * lines * 1024 + dcol // per_line * 1024
+                    values += load_at(offset, far, 2)
+            else:  # a row is a key, a column a query: a line for every 8 columns
+                offsets = {}
+                for drow, parity in itertools.product((0, 8), (0, 1)):
+                    key = arith.addi(row, _i32_const(drow))
+                    query = arith.addi(col, _i32_const(parity))  # mod 8
+                    within = times(low(key, per_line), size)
+                    piece = arith.xori(shift(within, 4), query)
+                    line = times(shift(key, per_line.bit_length() - 1), 1024)
+                    offsets[drow, parity] = plus(
+                        line, times(query, 128), times(piece, 16), low(within, 16)
+                    )
+                for i in range(count):
+                    drow, dcol = _element(i)
+                    values += load_at(offsets[drow, dcol % 2], dcol // 8 * lines * 1024, 1)
+            return _accumulator(values, shape, is_signed=None)
+
+        return load(ref, jnp.int32(first_row))
+
+    @staticmethod
+    def load_bits(ref, entry, q0, kv0, shape: tuple[int, int], q_axis: int):
+        """Bits of ref[entry], not 0 where set, as an int32 accumulator [64, n].
+
+        ref: int32 [b, n, rows or 1, words or 1] with q_axis 0, [b, n, words or 1, rows or 1] with
+        q_axis 1: 32 columns of the tile in a word, the first in its lowest bit. An axis of size 1
+        is repeated; past its end the last is read, which stands for nothing.
+        """
+        out = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32), layout=ACC_LAYOUT)
+        sizes, count = ref.shape, shape[0] * shape[1] // 128
+        row_axis, word_axis = (2, 3) if q_axis == 0 else (3, 2)
+        row0, col0 = (q0, kv0) if q_axis == 0 else (kv0, q0)
+
+        @_inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR_LAYOUT] * 4), return_type=out)
+        def load(_, ref, *origin):
+            i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+            *entry, row0, col0 = (x.registers.flat[0] for x in origin)
+            base = mgpu.utils.memref_ptr(ref)
+
+            def offset(index, axis):
+                stride = mgpu.utils.c(int(np.prod(sizes[axis + 1 :])), i64)
+                last = _i32_const(sizes[axis] - 1)
+                return arith.muli(arith.extsi(i64, arith.minsi(index, last)), stride)
+
+            first = arith.addi(offset(entry[0], 0), offset(entry[1], 1))
+            row, col = _first_element()
+            row, word0 = arith.addi(row0, row), arith.shrui(col0, _i32_const(5))
+            words = {}
+            for drow in (0, 8):
+                at_row = offset(arith.addi(row, _i32_const(drow)), row_axis)
+                for w in range(shape[1] // 32):
+                    at_word = offset(arith.addi(word0, _i32_const(w)), word_axis)
+                    at = arith.addi(first, arith.addi(at_row, at_word))
+                    word = llvm.load(i32, mgpu.utils.getelementptr(base, [at], i32))
+                    words[drow, w] = arith.shrui(word, col)  # this thread's first column to bit 0
+            values = []
+            for i in range(count):
+                drow, dcol = _element(i)
+                bit = 1 << dcol % 32  # never the sign: the last column of a thread is bit 25
+                values.append(arith.andi(words[drow, dcol // 32], _i32_const(bit)))
+            return _accumulator(values, shape, is_signed=True)
+
+        return load(ref, *(jnp.int32(x) for x in (*entry, row0, col0)))
 
     @staticmethod
     def dq_writers(num_blocks: int) -> int:
@@ -324,11 +576,63 @@ class InterpretOps:
         return jnp.any(a > b)
 
     @staticmethod
+    def all_within(tile, limit: float):
+        return jnp.abs(tile).max() <= limit
+
+    @staticmethod
     def hide_outside(scores, bounds: masks.Bounds, q0, kv0, q_axis: int):
         shape = scores.shape
         q_pos = q0 + lax.broadcasted_iota(jnp.int32, shape, q_axis)
         kv_pos = kv0 + lax.broadcasted_iota(jnp.int32, shape, 1 - q_axis)
         return masks.hide(scores, bounds.allowed(q_pos, kv_pos))
+
+    @staticmethod
+    def count_from(first, shape: tuple[int, int], *, row_step: int = 0, col_step: int = 0):
+        row, col = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        return jnp.int32(first) + jnp.int32(row_step) * row + jnp.int32(col_step) * col
+
+    @staticmethod
+    def load_along(ref, first, shape: tuple[int, int], axis: int):
+        return lax.broadcast_in_dim(ref[pl.ds(first, shape[axis])], shape, (axis,))
+
+    @staticmethod
+    def whole_tiles(x, rows: int, cols: int):
+        """Padded: a load past the end is an error here."""
+        tiles = (rows, cols)
+        pads = [(0, -n % t if n > 1 else 0) for n, t in zip(x.shape[-2:], tiles, strict=True)]
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + pads)
+
+    @staticmethod
+    def load_tile(ref, entry, q0, kv0, shape: tuple[int, int], q_axis: int, *, whole: bool):
+        del whole
+        ref = ref.at[entry]
+        sizes = shape if q_axis == 0 else shape[::-1]
+        origins = (q0, kv0)
+        at = [
+            pl.ds(0, 1) if n == 1 else pl.ds(origin, size)
+            for n, origin, size in zip(ref.shape[-2:], origins, sizes, strict=True)
+        ]
+        tile = jnp.broadcast_to(ref[at[0], at[1]].astype(jnp.float32), sizes)
+        return tile if q_axis == 0 else tile.T
+
+    @staticmethod
+    def load_staged(ref, first_row, shape: tuple[int, int], q_axis: int):
+        rows = pl.ds(first_row, shape[0])
+        tile = ref[rows] if q_axis == 0 else ref[:, rows].T
+        return tile.astype(jnp.float32)
+
+    @staticmethod
+    def load_bits(ref, entry, q0, kv0, shape: tuple[int, int], q_axis: int):
+        rows, cols = shape
+        row0, col0 = (q0, kv0) if q_axis == 0 else (kv0, q0)
+        ref = ref.at[entry]
+        num_rows, num_words = ref.shape if q_axis == 0 else ref.shape[::-1]
+        at_rows = pl.ds(0, 1) if num_rows == 1 else pl.ds(row0, rows)
+        at_words = pl.ds(0, 1) if num_words == 1 else pl.ds(col0 // 32, cols // 32)
+        words = ref[at_rows, at_words] if q_axis == 0 else ref[at_words, at_rows].T
+        words = jnp.broadcast_to(words, (rows, cols // 32)).repeat(32, axis=1)
+        bit = lax.broadcasted_iota(jnp.int32, shape, 1) % 32
+        return (words >> bit) & 1
 
     @staticmethod
     def dq_writers(num_blocks: int) -> int:

@@ -41,10 +41,15 @@ def smem_bytes(scratch) -> int:
     return buffers + barriers
 
 
+def fits_smem(scratch, limits: hardware.GpuLimits = hardware.SM90) -> bool:
+    """Whether the scratch fits one block."""
+    return smem_bytes(scratch) <= limits.smem_bytes
+
+
 def check_smem(what: str, scratch, limits: hardware.GpuLimits = hardware.SM90) -> None:
     """Raises ValueError where the scratch of `what` does not fit one block."""
     needed = smem_bytes(scratch)
-    if needed > limits.smem_bytes:
+    if not fits_smem(scratch, limits):
         raise ValueError(
             f"{what} needs {needed} bytes of shared memory, the GPU has {limits.smem_bytes} a "
             "block; choose fewer stages or smaller tiles"

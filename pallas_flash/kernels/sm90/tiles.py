@@ -16,7 +16,16 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import hardware, masks
-from pallas_flash.kernels.sm90 import mma
+from pallas_flash.kernels.sm90.call import (
+    Call,
+    ceil_div,
+    div,
+    fitting_group,
+    interleaved,
+    rem,
+    with_ragged_end,
+)
+from pallas_flash.kernels.sm90.visits import needs_visits
 
 WG_ROWS = 64  # query rows of a consumer warpgroup: wgmma's own m
 # Registers a thread (consumers, producer), by compute_wgs: 64K in all, multiples of 8.
@@ -44,38 +53,15 @@ class MaskFacts(NamedTuple):
     sees_at_once: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Call):
     """Everything static about one launch.
 
-    `config` has block_q, block_kv and head_group; `persistent` where a schedule is wanted.
+    `config` has head_group, too; `persistent` where a schedule is wanted.
     """
 
-    config: Any
-    head_dim: int
-    head_dim_v: int
-    dtype: str
-    batch: int = 1
-    q_len: int = 1
-    kv_len: int = 1
-    num_q_heads: int = 1
-    num_kv_heads: int = 1
-    mask: masks.Mask = masks.And()
     facts: MaskFacts = MaskFacts()
     num_sms: int = hardware.SM90.num_sms
-    interpret: bool = False
-
-    @property
-    def op(self):
-        return mma.ops(self.interpret)
-
-    @property
-    def q_per_kv(self) -> int:
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def num_q_tiles(self) -> int:
-        return ceil_div(self.q_len, self.config.block_q)
 
     @property
     def num_tiles(self) -> int:
@@ -83,11 +69,14 @@ class Plan:
 
     @property
     def is_scheduled(self) -> bool:
-        """Blocks follow a schedule made on the host, which must know how long tiles are."""
+        """Blocks follow a schedule made on the host.
+
+        It must know how long tiles are, or at least that neighbours are about equally long.
+        """
         return (
             self.config.persistent
-            and self.facts.is_static
             and self.num_tiles <= _MAX_SCHEDULED_TILES
+            and (self.facts.is_static or self.mask.is_steady)
         )
 
     @property
@@ -100,21 +89,8 @@ class Plan:
         return fitting_group(self.config.head_group, self.batch * self.num_q_heads)
 
 
-def div(a: Int, b: int) -> Int:
-    """a // b for a >= 0."""
-    return a // b if isinstance(a, int) else lax.div(a, jnp.int32(b))
-
-
-def rem(a: Int, b: int) -> Int:
-    return a % b if isinstance(a, int) else lax.rem(a, jnp.int32(b))
-
-
-def ceil_div(a: Int, b: int) -> Int:
-    return div(a + (b - 1), b)
-
-
 class Walk(NamedTuple):
-    """The keys of one q tile: step i takes kv tile `last - i`.
+    """The keys of one q tile: step i takes kv tile `last - i`, or that of a table.
 
     Steps [0, masked) need the mask, in [masked, unmasked) everything is allowed, [unmasked, steps)
     need the mask again; the last interval is empty without a lower bound.
@@ -124,6 +100,10 @@ class Walk(NamedTuple):
     masked: Int
     unmasked: Int
     steps: Int
+    order: Any = None  # int32 (kv tiles,), see `Visits`
+
+    def kv_tile(self, i: Int) -> Int:
+        return self.last - i if self.order is None else self.order[i]
 
 
 def walk_keys(bounds: masks.Bounds, q_lo: Int, q_hi: Int, kv_len: int, block_kv: int) -> Walk:
@@ -140,15 +120,10 @@ def walk_keys(bounds: masks.Bounds, q_lo: Int, q_hi: Int, kv_len: int, block_kv:
     return Walk(last=end - 1, masked=masked, unmasked=unmasked, steps=steps)
 
 
-def with_ragged_end(bounds: masks.Bounds, kv_len: int, block_kv: int) -> masks.Bounds:
-    """Bounds that also hide the keys past kv_len in the last tile (lengths never exceed it)."""
-    if kv_len % block_kv == 0 or bounds.kv_end is not None:
-        return bounds
-    return dataclasses.replace(bounds, kv_end=kv_len)
-
-
 @functools.lru_cache(maxsize=256)
 def mask_facts(mask: masks.Mask, q_len: int, kv_len: int, config) -> MaskFacts:
+    if needs_visits(mask):
+        return MaskFacts(hides=True)
     probe = masks.MaskValues(*[np.int32(0)] * len(masks.MaskValues._fields))
     with jax.ensure_compile_time_eval():
         bounds = with_ragged_end(mask.bounds(probe), kv_len, config.block_kv)
@@ -167,22 +142,11 @@ def mask_facts(mask: masks.Mask, q_len: int, kv_len: int, config) -> MaskFacts:
 
 
 def place(plan: Plan, t: Int) -> tuple[Int, Int]:
-    """Tile number -> (batch * num_q_heads + head, q tile): longest first within a head group."""
+    """Tile number -> (pair of batch and head, q tile): longest first within a head group."""
     if not plan.facts.hides:
         return div(t, plan.num_q_tiles), rem(t, plan.num_q_tiles)
-    batch_head, rank = interleaved(t, plan.num_q_tiles, plan.head_group)
-    return batch_head, (plan.num_q_tiles - 1) - rank
-
-
-def interleaved(t: Int, num_tiles: int, head_group: int) -> tuple[Int, Int]:
-    """Tile number -> (pair of batch and head, tile): of a group, first all tiles 0, then all 1."""
-    group, rest = div(t, num_tiles * head_group), rem(t, num_tiles * head_group)
-    return group * head_group + rem(rest, head_group), div(rest, head_group)
-
-
-def fitting_group(head_group: int, pairs: int) -> int:
-    """The largest number of pairs up to `head_group` that divides them all."""
-    return next(g for g in range(min(head_group, pairs), 0, -1) if pairs % g == 0)
+    pair, rank = interleaved(t, plan.num_q_tiles, plan.head_group)
+    return pair, (plan.num_q_tiles - 1) - rank
 
 
 def walk_of(plan: Plan, bounds: masks.Bounds, qi: Int) -> Walk:
@@ -193,10 +157,28 @@ def walk_of(plan: Plan, bounds: masks.Bounds, qi: Int) -> Walk:
 
 @functools.lru_cache(maxsize=64)
 def schedule(plan: Plan) -> np.ndarray:
-    """Tiles of each block, [num_blocks, most tiles of a block + 1], filled up with num_tiles.
+    """Tiles of each block, [num_blocks, most tiles of a block + 1], filled up with num_tiles."""
+    rows = _balanced(plan) if plan.facts.is_static else _there_and_back(plan)
+    table = np.full((plan.num_blocks, max(map(len, rows)) + 1), plan.num_tiles, np.int32)
+    for row, tiles in zip(table, rows, strict=True):
+        row[: len(tiles)] = tiles
+    return table
 
-    What a dynamic scheduler would do: the next tile to the block that is free first. A tile costs
-    its steps and one more. 30 % faster than a fixed stride at head_dim 128, causal, on an H200.
+
+def _there_and_back(plan: Plan) -> list[list[int]]:
+    """Each block in turn, then in reverse: who got the longest tile of a round gets a short one."""
+    rows = [[] for _ in range(plan.num_blocks)]
+    for t in range(plan.num_tiles):
+        turn, block = divmod(t, plan.num_blocks)
+        rows[-1 - block if turn % 2 else block].append(t)
+    return rows
+
+
+def _balanced(plan: Plan) -> list[list[int]]:
+    """What a dynamic scheduler would do: the next tile to the block that is free first.
+
+    A tile costs its steps and one more. 30 % faster than a fixed stride at head_dim 128, causal,
+    on an H200.
     """
     bounds = with_ragged_end(
         plan.mask.bounds(masks.MaskValues()), plan.kv_len, plan.config.block_kv
@@ -208,10 +190,7 @@ def schedule(plan: Plan) -> np.ndarray:
         busy, block = heapq.heappop(heap)
         rows[block].append(t)
         heapq.heappush(heap, (busy + cost[place(plan, t)[1]], block))
-    table = np.full((plan.num_blocks, max(map(len, rows)) + 1), plan.num_tiles, np.int32)
-    for row, tiles in zip(table, rows, strict=True):
-        row[: len(tiles)] = tiles
-    return table
+    return rows
 
 
 class Tile(NamedTuple):
@@ -235,21 +214,21 @@ class Tile(NamedTuple):
 
 
 def tile_at(plan: Plan, gmem: Any, t: Int, turn: Int, step0: Int) -> Tile:
-    batch_head, qi = place(plan, t)
-    batch = div(batch_head, plan.num_q_heads)
-    values = masks.MaskValues(
-        query_length=None if gmem.query_lengths is None else gmem.query_lengths[batch],
-        kv_length=None if gmem.kv_lengths is None else gmem.kv_lengths[batch],
-        window_left=None if gmem.window is None else gmem.window[0],
-        window_right=None if gmem.window is None else gmem.window[1],
-    )
-    bounds = with_ragged_end(plan.mask.bounds(values), plan.kv_len, plan.config.block_kv)
+    pair, qi = place(plan, t)
+    batch, head = div(pair, plan.num_q_heads), rem(pair, plan.num_q_heads)
+    bounds, visits = plan.bounds(gmem.extras, batch), gmem.extras.visits
+    if visits is None:
+        walk = walk_of(plan, bounds, qi)
+    else:
+        row = (*plan.entry(visits.order, batch, head), qi)
+        masked, visited = visits.counts[(*row, 0)], visits.counts[(*row, 1)]
+        walk = Walk(0, masked, visited, visited, visits.order.at[row])
     return Tile(
         batch=batch,
-        head=rem(batch_head, plan.num_q_heads),
+        head=head,
         q_lo=qi * plan.config.block_q,
         bounds=bounds,
-        walk=walk_of(plan, bounds, qi),
+        walk=walk,
         turn=turn,
         step0=step0,
     )

@@ -1,0 +1,165 @@
+"""From an accumulator of q.k to what the softmax takes, and back: everything a score can have.
+
+The three kernels ask here, and only here, for what bias, ALiBi, soft cap, masks and dropout do to
+a tile. A tile is [64, n] with queries or keys in rows (`Place.q_axis`); the arithmetic is that of
+`tile_math`, the masks are asked for `allowed`.
+
+An additive term costs no registers: the accumulator starts from it, divided by the scale, and the
+product is added on top. Scores are in units of the scale, with a soft cap in units of the cap, so
+that logits * log2(e) = scores * Units.log2 either way.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_flash import dropout, masks, tile_math
+from pallas_flash.kernels.sm90.call import Call, Extras
+
+Int = masks.Int
+
+ADDITIVE = frozenset({"bias", "alibi_slopes"})
+
+
+class Units(NamedTuple):
+    """Scalars of one batch row.
+
+    Attributes:
+      log2: from scores to log2 units.
+      inverse_scale: from additive terms to accumulators.
+      squash: scale / cap, or None without a soft cap.
+    """
+
+    log2: Any
+    inverse_scale: Any = None
+    squash: Any = None
+
+
+class Place(NamedTuple):
+    """A tile of scores: queries from q0, keys from kv0, in rows the queries (q_axis 0) or keys."""
+
+    batch: Int
+    head: Int
+    q0: Int
+    kv0: Int
+    q_axis: int
+    shape: tuple[int, int]
+
+
+class Staged(NamedTuple):
+    """A tile of the bias [queries, keys] in shared memory, and where in it the rows begin."""
+
+    tile: Any
+    first_row: Int
+
+
+def units(call: Call, extras: Extras, scale, b: Int) -> Units:
+    """`scale` is the array (B,)."""
+    scale = scale[b]
+    inverse = 1.0 / scale if call.terms & ADDITIVE else None
+    if "soft_cap" not in call.terms:
+        return Units(scale * tile_math.LOG2E, inverse)
+    cap = extras.soft_cap[call.entry(extras.soft_cap, b)]
+    return Units(cap * tile_math.LOG2E, inverse, scale / cap)
+
+
+def start(call: Call, extras: Extras, place: Place, u: Units, staged: Staged | None = None):
+    """What the accumulator of q.k starts from; None for zero."""
+    terms = []
+    if "bias" in call.terms:
+        if staged is not None:
+            bias = call.op.load_staged(staged.tile, staged.first_row, place.shape, place.q_axis)
+        else:
+            load = functools.partial(call.op.load_tile, whole=call.is_whole)
+            bias = _pairs(call, extras.bias, place, load)
+        terms.append(tile_math.bias_in_scores(bias, u.inverse_scale))
+    if "alibi_slopes" in call.terms:
+        slope = extras.alibi_slopes[(*call.entry(extras.alibi_slopes, place.batch), place.head)]
+        ahead = 1 if place.q_axis == 0 else -1
+        kv_minus_q = call.op.count_from(
+            place.kv0 - place.q0, place.shape, row_step=-ahead, col_step=ahead
+        )
+        terms.append(tile_math.alibi(slope * u.inverse_scale, 0, kv_minus_q, call.alibi_shift))
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+class Scores(NamedTuple):
+    """A tile of them.
+
+    Attributes:
+      scores: -inf where hidden.
+      squashed: tanh of the capped logits before anything is hidden; None without a soft cap.
+    """
+
+    scores: Any
+    squashed: Any
+
+
+def finish(
+    call: Call,
+    extras: Extras,
+    place: Place,
+    bounds: masks.Bounds,
+    u: Units,
+    products,
+    *,
+    masked: bool,
+    statistic=None,
+) -> Scores:
+    """Scores from the finished accumulator; `statistic` is added after a cap."""
+    scores, squashed = products, None
+    if u.squash is not None:
+        scores = squashed = tile_math.squashed(products, u.squash, _vote(call, place))
+        if statistic is not None:
+            scores = scores + statistic
+        if "bias" in call.terms:  # of -inf: hidden, though its tanh is finite
+            scores = masks.hide(scores, products > -jnp.inf)
+    if masked:
+        scores = call.op.hide_outside(scores, bounds, place.q0, place.kv0, place.q_axis)
+        values = _mask_values(call, extras, place)
+        scores = masks.hide(scores, call.mask.allowed_beyond_bounds(None, None, values))
+    return Scores(scores, squashed)
+
+
+def _vote(call: Call, place: Place):
+    """For `tile_math.squashed`, where the branch that it allows is worth its registers."""
+    return call.op.all_within if place.q_axis == 0 else None
+
+
+def _mask_values(call: Call, extras: Extras, place: Place) -> masks.MaskValues:
+    """What masks beyond bounds ask of a tile."""
+    q_ids = kv_ids = dense = None
+    if extras.query_segments is not None:
+        q_ids = _along(call, extras.query_segments, place, place.q0, place.q_axis)
+        kv_ids = _along(call, extras.kv_segments, place, place.kv0, 1 - place.q_axis)
+    if extras.mask_bits is not None:
+        dense = _pairs(call, extras.mask_bits, place, call.op.load_bits) != 0
+    return masks.MaskValues(query_segments=q_ids, kv_segments=kv_ids, dense=dense)
+
+
+def _pairs(call: Call, array, place: Place, load):
+    """The tile of an array that has a query and a key axis."""
+    entry = call.entry(array, place.batch, place.head)
+    return load(array, entry, place.q0, place.kv0, place.shape, place.q_axis)
+
+
+def _along(call: Call, array, place: Place, first: Int, axis: int):
+    """array[entry, first + position along `axis`], repeated along the other."""
+    (row,) = call.entry(array, place.batch)
+    return call.op.load_along(array.at[row], first, place.shape, axis)
+
+
+def kept(call: Call, extras: Extras, place: Place):
+    """Which weights survive dropout, bool; None without dropout."""
+    if not call.dropout_rate:
+        return None
+    rows = extras.dropout_rows
+    index = call.entry(rows, place.batch, place.head)
+    words = [
+        call.op.load_along(rows.at[(*index, word)], place.q0, place.shape, place.q_axis)
+        for word in (0, 1)
+    ]
+    steps = dict(col_step=1) if place.q_axis == 0 else dict(row_step=1)
+    kv_pos = call.op.count_from(place.kv0, place.shape, **steps)
+    return dropout.keep_in_row((words[0], words[1]), kv_pos, call.dropout_rate)

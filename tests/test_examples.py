@@ -1,12 +1,17 @@
 """The examples run, learn, and say what the README says they say. Small sizes."""
 
+import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from examples import quickstart, train_lm
+# An example imports its neighbours by their bare names, as a script of that folder can.
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+
+from examples import quickstart, train_lm, train_packed
 
 SMALL = "--seq 64 --batch 2 --layers 1 --width 32 --heads 2 --steps 12 --lr 0.01 --sample 8".split()
 
@@ -57,8 +62,89 @@ def test_read_text_takes_text_files_in_order(tmp_path):
 
 def test_default_sizes_make_whole_heads():
     for on_gpu in (False, True):
-        sizes = train_lm.default_sizes(on_gpu)
-        assert sizes.width % sizes.heads == 0
+        for sizes in (train_lm.default_sizes(on_gpu), train_packed.packed_sizes(on_gpu)):
+            assert sizes.width % sizes.heads == 0
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> Path:
+    """A file of 60 documents of 2 to 61 bytes: some are longer than a row of 48."""
+    path = tmp_path_factory.mktemp("documents") / "documents.txt"
+    line = b"the quick brown fox jumps over the lazy dog, and does it again"
+    path.write_bytes(b"\n\n\n".join(line[:length] for length in range(2, 62)))
+    return path
+
+
+PACKED = "--seq 48 --batch 2 --layers 1 --width 32 --heads 2 --steps 8 --lr 0.02 --window 9".split()
+
+
+@pytest.fixture(scope="module")
+def packed_and_padded(documents) -> tuple[list[train_packed.Run], Path]:
+    """Both runs, and the folder of plot.png and runs.json."""
+    folder = documents.parent
+    files = ["--plot", str(folder / "plot.png"), "--json", str(folder / "runs.json")]
+    return train_packed.main([*PACKED, "--text", str(documents), *files]), folder
+
+
+def test_train_packed_learns_the_same_packed_and_padded(packed_and_padded):
+    (packed, padded), folder = packed_and_padded
+    assert [packed.name, padded.name] == ["packed", "padded"]
+    np.testing.assert_allclose(packed.losses, padded.losses, atol=1e-4)
+    assert packed.losses[-1] < packed.losses[0] - 0.5
+    assert packed.real_tokens == padded.real_tokens
+    assert packed.all_tokens == [2 * 48] * 8
+    assert packed.passes == [1] * 8 and sum(padded.passes) > 8
+    assert packed.padding < padded.padding < 1
+    assert "real tokens/s, packed / padded:" in train_packed.summary([packed, padded])
+
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads((folder / "runs.json").read_text())
+    assert saved["runs"][1]["losses"] == padded.losses
+    assert saved["runs"][0]["tokens_per_s"] == packed.tokens_per_s
+
+
+def test_train_packed_learns_the_same_with_a_mask(packed_and_padded, documents, tmp_path):
+    options = "--mode packed --attention jax".split()
+    files = ["--text", str(documents), "--plot", str(tmp_path / "plot.png")]
+    (plain,) = train_packed.main([*PACKED, *options, *files])
+    np.testing.assert_allclose(plain.losses, packed_and_padded[0][0].losses, atol=1e-4)
+
+
+def test_train_packed_stops_where_documents_see_each_other(documents, tmp_path, monkeypatch):
+    place = train_packed.place
+
+    def without_segments(rows, seq):
+        batch = place(rows, seq)
+        assert batch.segments is not None
+        return batch._replace(segments=np.zeros_like(batch.segments))
+
+    monkeypatch.setattr(train_packed, "place", without_segments)
+    with pytest.raises(SystemExit, match="see each other"):
+        train_packed.main([*PACKED, "--text", str(documents), "--plot", str(tmp_path / "p.png")])
+
+
+def test_train_packed_refuses_too_few_documents(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("one document")
+    with pytest.raises(SystemExit, match="too few"):
+        train_packed.main(["--text", str(path), "--plot", str(tmp_path / "plot.png")])
+
+
+def test_documents_fill_rows_and_each_is_placed_once(documents):
+    found = train_packed.read_documents([str(documents)], seq=48)
+    assert [len(document) for document in found] == [min(length, 48) for length in range(2, 62)]
+
+    sizes = dataclasses.replace(train_packed.packed_sizes(on_gpu=False), seq=48, batch=2)
+    steps = list(train_packed.first_fit(found, sizes))
+    placed = [document for rows in steps for documents in rows for document in documents]
+    assert sorted(map(id, placed)) == sorted(map(id, found))
+    assert all(sum(map(len, documents)) <= 48 for rows in steps for documents in rows)
+
+    batch = train_packed.place([[found[0], found[2]]], seq=8)
+    assert batch.tokens.tolist() == [[*b"th", *b"the ", 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 3, 0, 0]]
+    assert batch.segments is not None
+    assert batch.segments.tolist() == [[0, 0, 1, 1, 1, 1, 2, 2]]
 
 
 def test_quickstart_prints_its_table(monkeypatch, capsys):

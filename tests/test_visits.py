@@ -1,6 +1,7 @@
 """The tables of tiles to visit against the dense mask: nothing visible is left out, or untested."""
 
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,9 +57,11 @@ BANDS = {
 
 def _dense(mask, extras, b, head):
     """The mask of one batch row and head, [Q_LEN, KV_LEN]."""
-    pick = lambda name: None if name not in extras else extras[name][b % len(extras[name])]
-    window = pick("window")
-    dense = pick("mask")
+
+    def pick(name) -> Any:
+        return None if name not in extras else extras[name][b % len(extras[name])]
+
+    window, dense = pick("window"), pick("mask")
     values = masks.MaskValues(
         query_length=pick("query_lengths"),
         kv_length=pick("kv_lengths"),

@@ -93,7 +93,9 @@ def test_vmap_over_a_scale_and_lengths(implementation):
     _close(got, wanted, "xla")
 
 
-@pytest.mark.parametrize("mapped", ["queries", "terms", "everything"])
+@pytest.mark.parametrize(
+    "mapped", ["queries", pytest.param("terms", marks=pytest.mark.gpu), "everything"]
+)
 def test_vmap_folds_every_term(mapped):
     """Terms that are not mapped serve all examples; a bias that is has a gradient of its own."""
     batch, size, heads, examples = 2, 24, 2, 2

@@ -116,8 +116,3 @@ class Problem:
     @property
     def np_dtype(self) -> np.dtype:
         return jnp.dtype(self.dtype)
-
-    @property
-    def mask_kinds(self) -> frozenset[str]:
-        """Names of the mask classes in use."""
-        return frozenset(type(part).__name__ for part in self.mask.parts())

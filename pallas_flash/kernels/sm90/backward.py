@@ -194,7 +194,7 @@ def _statistics(launch: Launch, extras: Extras, lse, delta, scale):
 
 def _zero_dq(launch: Launch, delta) -> jax.Array:
     """Zeros to add dq into."""
-    writers = launch.op.dq_writers(launch.num_kv_blocks)
+    writers = launch.op.dq_writers(launch.num_kv_tiles)
     tiles = launch.num_q_heads * launch.num_q_tiles
     tile = launch.config.block_q * launch.head_dim
     return zeros_after(delta, (writers, launch.batch, tiles, tile), interpret=launch.interpret)

@@ -85,12 +85,8 @@ class Launch(Call):
     make_dbias: bool = False
 
     @property
-    def num_kv_blocks(self) -> int:
-        return self.num_kv_tiles
-
-    @property
     def num_blocks(self) -> int:
-        return self.batch * self.num_kv_heads * self.num_kv_blocks
+        return self.batch * self.num_kv_heads * self.num_kv_tiles
 
     @property
     def head_group(self) -> int:
@@ -298,7 +294,7 @@ def unhoisted(part: Int, rows: int, i: Int):
 def find_walk(launch: Launch, gmem: Gmem) -> Walk:
     """The walk of this block. Keys ascend in a group of heads: longest causal walks come first."""
     block_q, block_kv = launch.config.block_q, launch.config.block_kv
-    pair, ki = interleaved(lax.axis_index("block"), launch.num_kv_blocks, launch.head_group)
+    pair, ki = interleaved(lax.axis_index("block"), launch.num_kv_tiles, launch.head_group)
     b, kv_head = div(pair, launch.num_kv_heads), rem(pair, launch.num_kv_heads)
     kv0 = ki * block_kv
 

@@ -370,7 +370,7 @@ class GpuOps:
 
         Rows from `first_row` on: queries with q_axis 0, keys with q_axis 1. Mosaic's own load has
         no word for the latter. Addresses follow the 128-byte swizzle: 16-byte pieces of a line of
-        8 x 128 bytes are exchanged by the row in it. Neither way has bank conflicts.
+        8 x 128 bytes are exchanged by the row in it.
         """
         out = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
         size = jnp.dtype(ref.dtype).itemsize

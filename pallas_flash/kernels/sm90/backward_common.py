@@ -25,7 +25,6 @@ from pallas_flash.kernels.sm90.call import (
     div,
     fitting_group,
     interleaved,
-    rem,
 )
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
@@ -94,6 +93,8 @@ class Launch(Call):
 
         One where walks are short against the launch, or equally long: then L2 is worth more.
         """
+        if self.shares_bias:
+            return self.sharing_group
         if self.q_per_kv == 1 or not self.mask.parts():
             return 1
         return fitting_group(self.config.head_group, self.batch * self.num_kv_heads)
@@ -295,7 +296,7 @@ def find_walk(launch: Launch, gmem: Gmem) -> Walk:
     """The walk of this block. Keys ascend in a group of heads: longest causal walks come first."""
     block_q, block_kv = launch.config.block_q, launch.config.block_kv
     pair, ki = interleaved(lax.axis_index("block"), launch.num_kv_tiles, launch.head_group)
-    b, kv_head = div(pair, launch.num_kv_heads), rem(pair, launch.num_kv_heads)
+    b, kv_head = launch.split_pair(pair, launch.num_kv_heads)
     kv0 = ki * block_kv
 
     bounds, visits = launch.bounds(gmem.extras, b), gmem.extras.visits

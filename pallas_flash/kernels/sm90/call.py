@@ -111,6 +111,7 @@ class Call:
       q_len, kv_len: without padding.
       mask: what hides pairs, a bias of -inf apart.
       terms: names of the `Extras` that are present.
+      shares_bias: the batch rows have one bias: what reads the same of it should run together.
       staged_bias: dtype of a bias that comes by TMA into shared memory; None: read where it is.
       alibi_shift: of the diagonal where ALiBi's distance is 0.
       dropout_rate: probability of dropping a weight.
@@ -128,6 +129,7 @@ class Call:
     num_kv_heads: int = 1
     mask: masks.Mask = masks.And()
     terms: frozenset[str] = frozenset()
+    shares_bias: bool = False
     staged_bias: str | None = None
     alibi_shift: int = 0
     dropout_rate: float = 0.0
@@ -148,6 +150,17 @@ class Call:
     @property
     def num_kv_tiles(self) -> int:
         return -(-self.kv_len // self.config.block_kv)
+
+    def split_pair(self, pair: Int, num_heads: int) -> tuple[Int, Int]:
+        """Number of a (batch row, head) -> the two; batch rows that share a bias in sequence."""
+        if self.shares_bias:
+            return rem(pair, self.batch), div(pair, self.batch)
+        return div(pair, num_heads), rem(pair, num_heads)
+
+    @property
+    def sharing_group(self) -> int:
+        """How many consecutive pairs share a bias, up to 8."""
+        return fitting_group(8, self.batch) if self.shares_bias else 1
 
     @property
     def is_whole(self) -> bool:
@@ -192,7 +205,10 @@ class Call:
 
 def with_bias[C: Call](call: C, bias: Any, scratch: Callable[[C], Any]) -> C:
     """The call with its bias staged, where TMA can copy it and shared memory has room for it."""
-    if bias is None or not _is_copyable(bias):
+    if bias is None:
+        return call
+    call = dataclasses.replace(call, shares_bias=bias.shape[0] == 1 < call.batch)
+    if not _is_copyable(bias):
         return call
     staged = dataclasses.replace(call, staged_bias=jnp.dtype(bias.dtype).name)
     on_gpu = dataclasses.replace(staged, interpret=False)

@@ -86,6 +86,8 @@ class Plan(Call):
     @property
     def head_group(self) -> int:
         """Consecutive (batch, head) pairs whose tiles are interleaved; divides their number."""
+        if self.shares_bias:
+            return self.sharing_group
         return fitting_group(self.config.head_group, self.batch * self.num_q_heads)
 
 
@@ -144,7 +146,7 @@ def mask_facts(mask: masks.Mask, q_len: int, kv_len: int, config) -> MaskFacts:
 def place(plan: Plan, t: Int) -> tuple[Int, Int]:
     """Tile number -> (pair of batch and head, q tile): longest first within a head group."""
     if not plan.facts.hides:
-        return div(t, plan.num_q_tiles), rem(t, plan.num_q_tiles)
+        return interleaved(t, plan.num_q_tiles, plan.sharing_group)
     pair, rank = interleaved(t, plan.num_q_tiles, plan.head_group)
     return pair, (plan.num_q_tiles - 1) - rank
 
@@ -215,7 +217,7 @@ class Tile(NamedTuple):
 
 def tile_at(plan: Plan, gmem: Any, t: Int, turn: Int, step0: Int) -> Tile:
     pair, qi = place(plan, t)
-    batch, head = div(pair, plan.num_q_heads), rem(pair, plan.num_q_heads)
+    batch, head = plan.split_pair(pair, plan.num_q_heads)
     bounds, visits = plan.bounds(gmem.extras, batch), gmem.extras.visits
     if visits is None:
         walk = walk_of(plan, bounds, qi)

@@ -26,46 +26,53 @@ def soft_capped(logits, cap):
 _MOST_BIAS = 1e37
 
 
-def bias_in_scores(bias, inverse_scale):
-    """A bias as an addend of q.k, finite where it is: only -inf hides.
+_TAME_BIAS = 4096.0
 
-    finfo.min is a common way to write a mask. Divided by the scale it would overflow.
+
+def bias_in_scores(bias, inverse_scale, all_within):
+    """A bias as an addend of q.k, finite where it is: only -inf hides. And whether it is tame.
+
+    finfo.min is a common way to write a mask. Divided by the scale it would overflow. Tame: a tile
+    that hides nothing and whose rounding is no more than other logits have. Most are, and take one
+    product an element; `all_within` as for `squashed`.
     """
-    return jnp.where(bias == -jnp.inf, bias, jnp.maximum(bias * inverse_scale, -_MOST_BIAS))
+    scaled = lambda: bias * inverse_scale
+    held = lambda: jnp.where(bias == -jnp.inf, bias, jnp.maximum(scaled(), -_MOST_BIAS))
+    is_tame = all_within(bias, jnp.minimum(_MOST_BIAS / inverse_scale, _TAME_BIAS))
+    return lax.cond(is_tame, scaled, held), is_tame
 
 
-_SMALL = 0.75
+_SMALL = 1 / 3
 # Odd polynomial for tanh up to _SMALL, fitted to an error of 4e-7.
-_TANH = (0.999999463558197, -0.33328500390052795, 0.13261181116, -0.0501186065376, 0.0129848755896)
+_TANH = (0.9999925047875612, -0.33278553128163236, 0.12336379960)
 
 
-def squashed(scores, factor, all_within):
-    """tanh(factor * scores), to 4e-7.
+def squashed(scores, factor, all_within=None):
+    """tanh(factor * scores), to 4e-7, for factor > 0.
 
     all_within: (tile, limit) -> are all of some group of elements within +-limit? Most logits are
     small against their cap, and there tanh is a short polynomial: no exponential, of which a GPU
     makes few in the time of a product.
     """
-    x = scores * factor
+    any_tanh = lambda: 1.0 - 2.0 / (1.0 + jnp.exp2(scores * (factor * (2 * LOG2E))))
     if all_within is None:
-        return _any_tanh(x)
-    return lax.cond(all_within(x, _SMALL), lambda: _small_tanh(x), lambda: _any_tanh(x))
+        return any_tanh()
+    has_powers = (factor > 1e-6) & (factor < 1e6)  # the fifth is a float32
+    is_small = all_within(scores, jnp.where(has_powers, _SMALL / factor, -1.0))
+    return lax.cond(is_small, lambda: _small_tanh(scores, factor), any_tanh)
 
 
-def _small_tanh(x):
-    square, sum_ = x * x, _TANH[-1]
-    for coefficient in _TANH[-2::-1]:
-        sum_ = sum_ * square + coefficient
-    return x * sum_
+def _small_tanh(scores, factor):
+    """Horner's rule in scores^2, the factor in the coefficients."""
+    square = scores * scores
+    cubed = factor * factor * factor
+    sum_ = _TANH[2] * (cubed * (factor * factor)) * square + _TANH[1] * cubed
+    return scores * (sum_ * square + _TANH[0] * factor)
 
 
-def _any_tanh(x):
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
-
-
-def squash_slope(squashed):
-    """The derivative of a soft-capped logit by the logit, from its tanh."""
-    return 1.0 - squashed * squashed
+def sloped(weights, squashed):
+    """Times the derivative of a soft-capped logit by the logit, from its tanh; None: no cap."""
+    return weights if squashed is None else weights * (1.0 - squashed * squashed)
 
 
 def alibi(slope, q_pos, kv_pos, shift: int):
@@ -92,13 +99,20 @@ def weights(scores, scale2, pivot, q_axis: int = 0):
     return jnp.exp2(scores * scale2 - spread(pivot, scores.shape, q_axis))
 
 
-def dlogits(probs, dprobs, *, has_hidden: bool):
+def dlogits(probs, dprobs, *, has_hidden):
     """Gradient of the logits from probabilities and their gradient less delta.
 
     A hidden pair gets 0 whatever dprobs is there: hidden values may be so large that it overflowed.
     """
-    product = probs * dprobs
-    return jnp.where(probs > 0.0, product, 0.0) if has_hidden else product
+    product = lambda: probs * dprobs
+    return if_any(has_hidden, lambda: jnp.where(probs > 0.0, product(), 0.0), product)
+
+
+def if_any(condition, then, otherwise):
+    """then() or otherwise(), by a bool that is known or one that is traced."""
+    if isinstance(condition, bool):
+        return then() if condition else otherwise()
+    return lax.cond(condition, then, otherwise)
 
 
 def reciprocal_sum(row_sum):

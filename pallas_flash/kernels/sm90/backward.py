@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import dropout, masks
+from pallas_flash import dropout, masks, tile_math
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import backward_keys, backward_roles
@@ -170,7 +170,7 @@ def _gpu_scratch(launch: Launch) -> dict[str, Any]:
 
 
 def _statistics(launch: Launch, extras: Extras, lse, delta, scale):
-    """-lse in units of the scores and -delta, (B, N, whole q tiles), for the kernel to add.
+    """-lse (`Gmem.neg_lse`) and -delta, (B, N, whole q tiles), for the kernel to add.
 
     -inf and 0 for rows that see no key. -delta over the factor of dropout, as dP arrives.
     """
@@ -179,11 +179,8 @@ def _statistics(launch: Launch, extras: Extras, lse, delta, scale):
     if extras.query_lengths is not None:
         row = lax.iota(jnp.int32, launch.q_len)
         sees &= row < extras.query_lengths.astype(jnp.int32)[:, None, None]
-    unit = scale
-    if extras.soft_cap is not None:
-        cap = extras.soft_cap
-        unit = jnp.repeat(cap, launch.batch // cap.shape[0])
-    neg_lse = jnp.where(sees, -lse / unit[:, None, None], -jnp.inf)
+    per_lse = 1.0 / scale[:, None, None] if extras.soft_cap is None else tile_math.LOG2E
+    neg_lse = jnp.where(sees, -lse * per_lse, -jnp.inf)
     neg_delta = jnp.where(sees, -delta, 0.0)
     if launch.dropout_rate:
         neg_delta = neg_delta * (1.0 - launch.dropout_rate)

@@ -41,7 +41,8 @@ class Gmem(NamedTuple):
     Attributes:
       q, dout: (B, T, N, H) and (B, T, N, Hv).
       k, v: (B, S, K, H) and (B, S, K, Hv).
-      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores.
+      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores; in log2 units with a
+        soft cap, after which it is added.
       neg_delta: float32, the same shape, -delta: where the gradients of P start from.
       scale: float32 (B,).
       extras: arrays of the mask and of further terms.
@@ -183,8 +184,11 @@ class Block:
         block_q = self.launch.config.block_q
         return logits.Place(self.walk.b, head, qi * block_q, kv0, 1, (rows, block_q))
 
-    def start_scores(self, acc, slot: Int, place: logits.Place, units: logits.Units) -> None:
-        """Bias, ALiBi and -lse (the last after a soft cap) go in ahead of the product."""
+    def start_scores(self, acc, slot: Int, place: logits.Place, units: logits.Units):
+        """Bias, ALiBi and -lse (the last after a soft cap) go in ahead of the product.
+
+        Returns whether the bias is tame, see `logits.Start`.
+        """
         terms = []
         if units.squash is None:
             terms.append(per_query(self.smem.neg_lse.at[slot], place.shape[0]))
@@ -192,26 +196,23 @@ class Block:
         if self.launch.staged_bias:
             staged = logits.Staged(self.smem.bias.at[slot], place.kv0 - self.walk.kv0)
         start = logits.start(self.launch, self.gmem.extras, place, units, staged)
-        if start is not None:
-            terms.append(start)
+        if start.scores is not None:
+            terms.append(start.scores)
         self.launch.op.set(acc, sum(terms[1:], terms[0]) if terms else zeros(place.shape))
+        return start.is_tame
 
-    def scores(self, products, neg_lse: Ref, place, units, *, masked: bool) -> logits.Scores:
-        """Scores less lse, from the finished accumulator."""
-        capped = units.squash is not None
-        finished = logits.finish(
-            self.launch,
-            self.gmem.extras,
-            place,
-            self.walk.bounds,
-            units,
-            products,
-            masked=masked,
-            statistic=per_query(neg_lse, place.shape[0]) if capped else None,
+    def exponents(self, products, neg_lse: Ref, place, units, *, masked: bool, is_tame):
+        """log2 of P from the finished accumulator, and the tanh of a soft cap or None."""
+        bounds, extras = self.walk.bounds, self.gmem.extras
+        scores, squashed = logits.finish(
+            self.launch, extras, place, bounds, units, products, masked=masked
         )
-        if "bias" in self.launch.terms:  # rounding at large biases: a weight is at most 1
-            finished = finished._replace(scores=jnp.minimum(finished.scores, 0.0))
-        return finished
+        exponents = scores * units.log2
+        if squashed is not None:
+            exponents = exponents + per_query(neg_lse, place.shape[0])
+        # Rounding at large biases: a weight is at most 1.
+        at_most_0 = lambda: jnp.minimum(exponents, 0.0)
+        return tile_math.if_any(is_tame, lambda: exponents, at_most_0), squashed
 
     def signed_by_dropout(self, p, place: logits.Place):
         """P, negative where dropped: whoever has it knows both, in no more registers."""
@@ -222,13 +223,14 @@ class Block:
         """What dropout leaves of a signed P."""
         return jnp.maximum(p, 0.0) if self.launch.dropout_rate else p
 
-    def dlogits(self, p, squashed, dp, neg_delta: Ref, *, has_hidden: bool):
-        """Gradient of the logits before a cap, over `dropout.keep_scale`, from a signed P."""
+    def dlogits(self, p, dp, neg_delta: Ref, *, has_hidden):
+        """Gradient of the logits before a cap, over `dropout.keep_scale`.
+
+        From a signed P, with a cap times its slope: taken ahead of dP, the tanh need not be kept.
+        """
         if self.launch.dropout_rate:
             dp = jnp.where(p >= 0.0, dp, per_query(neg_delta, p.shape[0]))
             p = jnp.abs(p)
-        if squashed is not None:
-            p = p * tile_math.squash_slope(squashed)
         return tile_math.dlogits(p, dp, has_hidden=has_hidden)
 
     def undropped(self, grad):
@@ -240,9 +242,9 @@ class Block:
         """From sums of dlogits times q to dk."""
         return self.undropped(self.gmem.scale[self.walk.b])
 
-    def hides(self, masked: bool) -> bool:
+    def hides(self, masked: bool, is_tame):
         """A step of this kind may hide pairs."""
-        return masked or "bias" in self.launch.terms
+        return masked or (is_tame is not True and jnp.logical_not(is_tame))
 
     def units(self) -> logits.Units:
         return logits.units(self.launch, self.gmem.extras, self.gmem.scale, self.walk.b)

@@ -413,7 +413,7 @@ def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, m
     slot, v_slot = work.k_slot(i), work.v_slot(i)
     before = work.k_slot(lax.max(i - 1, jnp.int32(0)))  # dS of step -1 is 0: any K that is there
     start = logits.start(work.plan, work.extras, work.place(i), statistics.units)
-    op.set(scores, _zeros(c.block_kv) if start is None else start)
+    op.set(scores, _zeros(c.block_kv) if start.scores is None else start.scores)
     op.set(dp, _zeros(c.block_kv))
     plgpu.barrier_wait(scratch.k_ready.at[slot])
     op.token_take(work.wg)
@@ -425,21 +425,19 @@ def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, m
 
     op.wait(2)
     pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.k_consumed.at[before]))
-    weights, squashed = _weights(work, statistics, i, op.load(scores, 1), masked)
+    weights = _weights(work, statistics, i, op.load(scores, 1), masked)
     keep = logits.kept(work.plan, work.extras, work.place(i))
     dp = op.load(dp)
     plgpu.barrier_arrive(scratch.v_consumed.at[v_slot])
     if keep is not None:
         dp = jnp.where(keep, dp, 0.0)
     dp = dp - tile_math.spread(statistics.delta, dp.shape)
-    if squashed is not None:
-        weights = weights * tile_math.squash_slope(squashed)
     ds = tile_math.dlogits(weights, dp, has_hidden=masked or "bias" in work.plan.terms)
     return ds.astype(work.plan.dtype)
 
 
 def _weights(work: _Work, statistics: _Statistics, i: Int, products, masked: bool):
-    """P of step i [64, block_kv], and the tanh of a soft cap."""
+    """P of step i [64, block_kv], with a soft cap times its slope."""
     # Rows are independent, those behind the query length are cleared at the end: no test here.
     bounds = dataclasses.replace(work.tile.bounds, q_end=None)
     units = statistics.units
@@ -449,7 +447,7 @@ def _weights(work: _Work, statistics: _Statistics, i: Int, products, masked: boo
     weights = tile_math.weights(scores, units.log2, statistics.lse2)
     if "bias" in work.plan.terms:  # rounding at large biases
         weights = jnp.minimum(weights, 1.0)
-    return weights, squashed
+    return tile_math.sloped(weights, squashed)
 
 
 def _finish(work: _Work, gmem: _Gmem, dq) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import logits
 from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
@@ -173,16 +174,20 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     place = c.block.place(head, qi, c.kv0, ROWS)
 
     plgpu.barrier_wait(bars.tile_ready.at[slot])
-    c.block.start_scores(acc.s, slot, place, c.units)
+    is_tame = c.block.start_scores(acc.s, slot, place, c.units)
     op.set(acc.dp, common.per_query(neg_delta, ROWS))
     keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
-    s, squashed = c.block.scores(op.load(acc.s, 1), neg_lse, place, c.units, masked=masked)
-    p = c.block.signed_by_dropout(jnp.exp2(s * c.units.log2), place)  # [64 keys, block_q]
-    op.wgmma(acc.dv, c.block.kept(p).astype(dtype), dout)  # before dP is awaited: work during dS
+    products = op.load(acc.s, 1)
+    exponents, squashed = c.block.exponents(
+        products, neg_lse, place, c.units, masked=masked, is_tame=is_tame
+    )
+    p = c.block.signed_by_dropout(jnp.exp2(exponents), place)  # [64 keys, block_q]
+    p_kept, p = c.block.kept(p).astype(dtype), tile_math.sloped(p, squashed)
+    op.wgmma(acc.dv, p_kept, dout)  # before dP is awaited: work during dS
     dp = op.load(acc.dp, 1)
-    dlogits = c.block.dlogits(p, squashed, dp, neg_delta, has_hidden=c.block.hides(masked))
+    dlogits = c.block.dlogits(p, dp, neg_delta, has_hidden=c.block.hides(masked, is_tame))
     c.block.add_dbias(dlogits, place, c.block.walk.ki, c.wg)
     ds = dlogits.astype(dtype)
     _share_ds(c, i, ds)

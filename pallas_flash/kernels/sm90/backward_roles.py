@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import logits, mma
 from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
@@ -173,11 +174,13 @@ def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
     """P^T [64 keys, block_q], handed to the owner of dk as well, there negative where dropped."""
     smem, op = c.block.smem, c.block.launch.op
     neg_lse = smem.neg_lse.at[slot]
-    c.block.start_scores(c.acc.x, slot, place, c.units)
+    is_tame = c.block.start_scores(c.acc.x, slot, place, c.units)
     keys = smem.k.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, keys, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
-    s, _ = c.block.scores(op.load(c.acc.x), neg_lse, place, c.units, masked=masked)
-    p = c.block.signed_by_dropout(jnp.exp2(s * c.units.log2), place)
+    exponents, _ = c.block.exponents(
+        op.load(c.acc.x), neg_lse, place, c.units, masked=masked, is_tame=is_tame
+    )
+    p = c.block.signed_by_dropout(jnp.exp2(exponents), place)
     p = p.astype(c.block.launch.dtype)
     smem.p[slot] = p
     plgpu.barrier_arrive(c.block.bars.p_ready.at[slot])
@@ -193,10 +196,10 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
     p = plgpu.load(smem.p.at[slot], layout=mma.ACC_LAYOUT).astype(jnp.float32)
-    squashed = _squashed(c, jnp.abs(p), smem.neg_lse.at[slot])
-    # This role runs masked and plain steps alike, so it asks whether any step has a mask.
-    has_hidden = c.block.hides(c.block.walk.hides)
-    dlogits = c.block.dlogits(p, squashed, op.load(c.acc.x), neg_delta, has_hidden=has_hidden)
+    p = tile_math.sloped(p, _squashed(c, jnp.abs(p), smem.neg_lse.at[slot]))
+    # This role runs masked and plain steps alike and sees no bias: it asks whether any step hides.
+    has_hidden = c.block.walk.hides or "bias" in c.block.launch.terms
+    dlogits = c.block.dlogits(p, op.load(c.acc.x), neg_delta, has_hidden=has_hidden)
     c.block.add_dbias(dlogits, place, c.block.walk.ki, 0)
     ds = dlogits.astype(dtype)
     if c.block.launch.make_dq:
@@ -208,10 +211,10 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
 
 
 def _squashed(c: _Consumer, p, neg_lse: Ref):
-    """The tanh of the soft cap, from P = 2^(log2 * (tanh - lse)); None without a cap."""
+    """The tanh of the soft cap, from P = 2^(log2 * tanh - lse); None without a cap."""
     if c.units.squash is None:
         return None
-    from_p = jnp.log2(p) * (1.0 / c.units.log2) - common.per_query(neg_lse, KEYS)
+    from_p = (jnp.log2(p) - common.per_query(neg_lse, KEYS)) * (1.0 / c.units.log2)
     return jnp.where(p > 0.0, from_p, 0.0)
 
 

@@ -373,7 +373,7 @@ class _Work(NamedTuple):
                 tile = self.scratch.bias.at[self.slot(i)]
                 staged = logits.Staged(tile, self.wg * tiles.WG_ROWS)
             start = logits.start(self.plan, self.extras, self.place(i), self.units, staged)
-            self.plan.op.set(scores, start)
+            self.plan.op.set(scores, start.scores)
 
     def kept(self, weights, i: Int):
         """The weights that dropout leaves."""

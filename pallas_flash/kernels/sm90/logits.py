@@ -64,16 +64,31 @@ def units(call: Call, extras: Extras, scale, b: Int) -> Units:
     return Units(cap * tile_math.LOG2E, inverse, scale / cap)
 
 
-def start(call: Call, extras: Extras, place: Place, u: Units, staged: Staged | None = None):
-    """What the accumulator of q.k starts from; None for zero."""
-    terms = []
+class Start(NamedTuple):
+    """What the accumulator of q.k starts from.
+
+    Attributes:
+      scores: a tile; None for zero.
+      is_tame: the bias in it hides nothing and rounds to nothing; False where it may.
+    """
+
+    scores: Any
+    is_tame: Any
+
+
+def start(
+    call: Call, extras: Extras, place: Place, u: Units, staged: Staged | None = None
+) -> Start:
+    """Bias and ALiBi of a tile."""
+    terms, is_tame = [], True
     if "bias" in call.terms:
         if staged is not None:
             bias = call.op.load_staged(staged.tile, staged.first_row, place.shape, place.q_axis)
         else:
             load = functools.partial(call.op.load_tile, whole=call.is_whole)
             bias = _pairs(call, extras.bias, place, load)
-        terms.append(tile_math.bias_in_scores(bias, u.inverse_scale))
+        bias, is_tame = tile_math.bias_in_scores(bias, u.inverse_scale, call.op.all_within)
+        terms.append(bias)
     if "alibi_slopes" in call.terms:
         slope = extras.alibi_slopes[(*call.entry(extras.alibi_slopes, place.batch), place.head)]
         ahead = 1 if place.q_axis == 0 else -1
@@ -81,7 +96,7 @@ def start(call: Call, extras: Extras, place: Place, u: Units, staged: Staged | N
             place.kv0 - place.q0, place.shape, row_step=-ahead, col_step=ahead
         )
         terms.append(tile_math.alibi(slope * u.inverse_scale, 0, kv_minus_q, call.alibi_shift))
-    return sum(terms[1:], terms[0]) if terms else None
+    return Start(sum(terms[1:], terms[0]) if terms else None, is_tame)
 
 
 class Scores(NamedTuple):
@@ -105,14 +120,13 @@ def finish(
     products,
     *,
     masked: bool,
-    statistic=None,
 ) -> Scores:
-    """Scores from the finished accumulator; `statistic` is added after a cap."""
+    """Scores from the finished accumulator."""
     scores, squashed = products, None
     if u.squash is not None:
-        scores = squashed = tile_math.squashed(products, u.squash, _vote(call, place))
-        if statistic is not None:
-            scores = scores + statistic
+        # The backward waits for products, not for exponentials: its branch would cost registers.
+        vote = call.op.all_within if place.q_axis == 0 else None
+        scores = squashed = tile_math.squashed(products, u.squash, vote)
         if "bias" in call.terms:  # of -inf: hidden, though its tanh is finite
             scores = masks.hide(scores, products > -jnp.inf)
     if masked:
@@ -120,11 +134,6 @@ def finish(
         values = _mask_values(call, extras, place)
         scores = masks.hide(scores, call.mask.allowed_beyond_bounds(None, None, values))
     return Scores(scores, squashed)
-
-
-def _vote(call: Call, place: Place):
-    """For `tile_math.squashed`, where the branch that it allows is worth its registers."""
-    return call.op.all_within if place.q_axis == 0 else None
 
 
 def _mask_values(call: Call, extras: Extras, place: Place) -> masks.MaskValues:

@@ -91,6 +91,103 @@ def _accumulator(values, shape: tuple[int, int], *, is_signed: bool | None):
     )
 
 
+_LINE_BYTES = 8 * 128  # rows and bytes that the swizzle works on: pieces of 16, by the row
+
+
+def _times(x, n: int):
+    return arith.muli(x, _i32_const(n))
+
+
+def _shifted(x, n: int):
+    return arith.shrui(x, _i32_const(n))
+
+
+def _mod(x, n: int):
+    """x mod n, a power of two."""
+    return arith.andi(x, _i32_const(n - 1))
+
+
+def _sum(*terms):
+    return functools.reduce(arith.addi, terms)
+
+
+def _load_matrices(ref, lines: int, first_row, shape: tuple[int, int], q_axis: int):
+    """Values of `load_staged` of 16 bits: ldmatrix deals them out as an accumulator has them.
+
+    A matrix is 8 x 8. Four come at once: the upper and the lower 8 of this warp's 16 rows, in two
+    neighbouring groups of 8 columns; each lane names a row of one of them. lines: side by side.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
+    stored = ir.MemRefType(ref.type).element_type
+    thread = _thread_in_warpgroup()
+    is_lower, is_right = (_mod(_shifted(thread, bit), 2) for bit in (3, 4))
+    across = _sum(first_row, _times(_shifted(thread, 5), 16), _times(is_lower, 8))
+    along, within = _times(is_right, 8), _mod(thread, 8)
+    row, col, trans = across, along, ""
+    if q_axis == 1:
+        row, col, trans = along, across, ".trans"
+    line = _times(_sum(_times(_shifted(row, 3), lines), _shifted(col, 6)), _LINE_BYTES)
+    piece = arith.xori(_mod(_shifted(col, 3), 8), within)
+    at = _opaque(_sum(base, line, _times(within, 128), _times(piece, 16)))
+    four, values = llvm.StructType.get_literal([i32] * 4), []
+    for group in range(0, shape[1] // 8, 2):
+        if q_axis == 1:
+            address = arith.addi(at, _i32_const(group * lines * _LINE_BYTES))
+        else:
+            address = arith.xori(at, _i32_const(group % 8 * 16))
+            address = arith.addi(address, _i32_const(group // 8 * _LINE_BYTES))
+        found = llvm.inline_asm(
+            four,
+            [address],
+            f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+            "=r,=r,=r,=r,r",
+            has_side_effects=True,
+        )
+        for k in range(4):
+            pair = ir.VectorType.get((2,), stored)
+            pair = llvm.bitcast(pair, llvm.extractvalue(i32, found, [k]))
+            halves = (vector.extract(pair, [], [j]) for j in range(2))
+            values += [arith.extf(ir.F32Type.get(), half) for half in halves]
+    return values
+
+
+def _load_words(ref, lines: int, first_row, shape: tuple[int, int], q_axis: int):
+    """Values of `load_staged` of 32 bits."""
+    base, f32 = mgpu.utils.memref_ptr(ref), ir.F32Type.get()
+    row, col = _first_element()
+    row = _opaque(arith.addi(first_row, row))
+    count, values = shape[0] * shape[1] // 128, []
+
+    def load_at(offset, static: int, width: int):
+        offset = arith.addi(offset, _i32_const(static))
+        at = mgpu.utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
+        loaded = llvm.load(ir.VectorType.get((width,), f32), at)
+        return [vector.extract(loaded, [], [i]) for i in range(width)]
+
+    if q_axis == 0:  # a row is a query: pieces of its lines, two neighbours at a time
+        line = _sum(_times(_shifted(row, 3), lines * _LINE_BYTES), _times(_mod(row, 8), 128))
+        within = _times(col, 4)
+        piece = arith.xori(_times(_shifted(within, 4), 16), _times(_mod(row, 8), 16))
+        line = arith.addi(line, _mod(within, 16))
+        for i in range(0, count, 2):
+            drow, dcol = _element(i)
+            offset = arith.addi(line, arith.xori(piece, _i32_const(dcol % 32 * 4)))
+            values += load_at(offset, (drow // 8 * lines + dcol // 32) * _LINE_BYTES, 2)
+        return values
+    offsets = {}  # a row is a key, a column a query: a line for every 8 columns
+    for drow, parity in itertools.product((0, 8), (0, 1)):
+        key, query = arith.addi(row, _i32_const(drow)), arith.addi(col, _i32_const(parity))
+        within = _times(_mod(key, 32), 4)
+        piece = arith.xori(_shifted(within, 4), query)
+        line = _sum(_times(_shifted(key, 5), _LINE_BYTES), _times(query, 128))
+        offsets[drow, parity] = _sum(line, _times(piece, 16), _mod(within, 16))
+    for i in range(count):
+        drow, dcol = _element(i)
+        values += load_at(offsets[drow, dcol % 2], dcol // 8 * lines * _LINE_BYTES, 1)
+    return values
+
+
 def _bound_tests(bounds: masks.Bounds, q0, kv0, q_axis: int):
     """Bounds as tests on (column - row), column and row of a tile whose first pair is (q0, kv0).
 
@@ -200,23 +297,22 @@ class GpuOps:
         return vote(a, b)
 
     @staticmethod
-    def all_within(tile, limit: float):
+    def all_within(tile, limit):
         """|x| <= limit for all that this warp holds of an accumulator; see `any_greater`."""
         answer = plgpu.ShapeDtypeStruct((), jnp.dtype(bool), layout=SCALAR_LAYOUT)
 
-        @_inline_mgpu(arg_types=(ACC_LAYOUT,), return_type=answer)
-        def vote(_, x):
+        @_inline_mgpu(arg_types=(ACC_LAYOUT, SCALAR_LAYOUT), return_type=answer)
+        def vote(_, x, limit):
             x = x.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
             most = None
             for register in x.registers.flat:
                 size = mlir_math.absf(vector.extract(register, [], [0]))
                 most = size if most is None else arith.maximumf(most, size)
-            limit_ = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), limit))
-            within = arith.cmpf(arith.CmpFPredicate.OLE, most, limit_)
+            within = arith.cmpf(arith.CmpFPredicate.OLE, most, limit.registers.flat[0])
             vote_all = nvvm.vote_sync(_i32_const(-1), within, "all")
             return mgpu.FragmentedArray.splat(vote_all, (), is_signed=False)
 
-        return vote(tile)
+        return vote(tile, jnp.float32(limit))
 
     @staticmethod
     def hide_outside(scores, bounds: masks.Bounds, q0, kv0, q_axis: int):
@@ -369,61 +465,18 @@ class GpuOps:
         """Tile [queries, keys] in shared memory (`tiled_smem`), as a float32 accumulator [64, n].
 
         Rows from `first_row` on: queries with q_axis 0, keys with q_axis 1. Mosaic's own load has
-        no word for the latter. Addresses follow the 128-byte swizzle: 16-byte pieces of a line of
-        8 x 128 bytes are exchanged by the row in it.
+        no word for the latter.
         """
         out = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
         size = jnp.dtype(ref.dtype).itemsize
-        per_line, lines = 128 // size, ref.shape[1] * size // 128
         swizzled = plgpu.RefType(
-            (plgpu.TilingTransform((8, per_line)), plgpu.SwizzleTransform(128))
+            (plgpu.TilingTransform((8, 128 // size)), plgpu.SwizzleTransform(128))
         )
+        load_values, lines = (_load_matrices, _load_words)[size // 4], ref.shape[1] * size // 128
 
         @_inline_mgpu(arg_types=(swizzled, SCALAR_LAYOUT), return_type=out)
         def load(_, ref, first_row):
-            base, stored = mgpu.utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
-            shift = lambda x, n: arith.shrui(x, _i32_const(n))
-            times = lambda x, n: arith.muli(x, _i32_const(n))
-            low = lambda x, n: arith.andi(x, _i32_const(n - 1))  # x mod n, a power of two
-            plus = lambda *terms: functools.reduce(arith.addi, terms)
-
-            def load_at(offset, static: int, width: int):
-                offset = arith.addi(offset, _i32_const(static))
-                at = mgpu.utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
-                loaded = llvm.load(ir.VectorType.get((width,), stored), at)
-                found = [vector.extract(loaded, [], [i]) for i in range(width)]
-                f32 = ir.F32Type.get()
-                return [x if stored == f32 else arith.extf(f32, x) for x in found]
-
-            row, col = _first_element()
-            row = _opaque(arith.addi(first_row.registers.flat[0], row))
-            count = shape[0] * shape[1] // 128
-            values = []
-            if q_axis == 0:  # a row is a query: pieces of its lines, two neighbours at a time
-                line = plus(times(shift(row, 3), lines * 1024), times(low(row, 8), 128))
-                within = times(col, size)
-                piece = arith.xori(times(shift(within, 4), 16), times(low(row, 8), 16))
-                line = arith.addi(line, low(within, 16))
-                for i in range(0, count, 2):
-                    drow, dcol = _element(i)
-                    static = dcol % per_line * size  # of the piece: a multiple of 16
-                    offset = arith.addi(line, arith.xori(piece, _i32_const(static)))
-                    far = drow // 8 * lines * 1024 + dcol // per_line * 1024
-                    values += load_at(offset, far, 2)
-            else:  # a row is a key, a column a query: a line for every 8 columns
-                offsets = {}
-                for drow, parity in itertools.product((0, 8), (0, 1)):
-                    key = arith.addi(row, _i32_const(drow))
-                    query = arith.addi(col, _i32_const(parity))  # mod 8
-                    within = times(low(key, per_line), size)
-                    piece = arith.xori(shift(within, 4), query)
-                    line = times(shift(key, per_line.bit_length() - 1), 1024)
-                    offsets[drow, parity] = plus(
-                        line, times(query, 128), times(piece, 16), low(within, 16)
-                    )
-                for i in range(count):
-                    drow, dcol = _element(i)
-                    values += load_at(offsets[drow, dcol % 2], dcol // 8 * lines * 1024, 1)
+            values = load_values(ref, lines, first_row.registers.flat[0], shape, q_axis)
             return _accumulator(values, shape, is_signed=None)
 
         return load(ref, jnp.int32(first_row))
@@ -576,7 +629,7 @@ class InterpretOps:
         return jnp.any(a > b)
 
     @staticmethod
-    def all_within(tile, limit: float):
+    def all_within(tile, limit):
         return jnp.abs(tile).max() <= limit
 
     @staticmethod

@@ -42,7 +42,7 @@ _FORWARD = {
     (64, 64): (Tuned(_three_in_turn()),) * 2,  # 570 full, 532 causal
     (128, 128): (  # 719 full, 713 causal
         Tuned(_three_in_turn(output_through_q=True, rescale_threshold=8.0)),
-        Tuned(_two_overlapped(q_stages=2), term_spill_bytes=24),  # 20 with soft cap, with dropout
+        Tuned(_two_overlapped(q_stages=2), term_spill_bytes=24),  # 20 with dropout
     ),
     (256, 256): (  # 848, 799
         Tuned(_two_overlapped(block_kv=64, persistent=False)),
@@ -68,7 +68,7 @@ _FORWARD = {
 _FORWARD_WITH_BIAS = {
     (64, 64, 2): Tuned(_two_overlapped()),
     (64, 64, 4): Tuned(_two_overlapped()),
-    (128, 128, 2): Tuned(_two_overlapped()),
+    (128, 128, 2): Tuned(_two_overlapped(), term_spill_bytes=60),  # 568, T 4096, one for the batch
     (128, 128, 4): Tuned(_two_overlapped(block_kv=64)),
 }
 
@@ -82,15 +82,14 @@ _BACKWARD = {
     (64, 64): (  # 556 full, 551 causal
         Tuned(_KEYS_64, spill_bytes=48),  # 40 with lengths, 36 where 4 heads share keys, 4 else
         # 60 with lengths, 12 causal, for 2 heads a kv head. Over 64, with the time of the backward
-        # kernel at 32 heads: 184 with a bias (B 1, T 4096: 2.24 ms), 112 with dropout (causal, B 2,
-        # T 8192: 4.91 ms), 76 with lengths and 4 heads a kv head (causal, B 2, T 8192: 2.3 ms).
-        Tuned(_KEYS_64, spill_bytes=64, term_spill_bytes=184),
+        # kernel at 32 heads, causal, B 2, T 8192: 112 with dropout (4.91 ms), 76 with lengths and 4
+        # heads a kv head (2.3 ms).
+        Tuned(_KEYS_64, spill_bytes=64, term_spill_bytes=112),
     ),
     (128, 128): (  # 630 full, 625 causal
         Tuned(_KEYS_128),
-        Tuned(
-            _KEYS_128, spill_bytes=32, term_spill_bytes=24
-        ),  # 24 with lengths, 16 with a soft cap
+        # 24 with lengths, 16 with a soft cap
+        Tuned(_KEYS_128, spill_bytes=32, term_spill_bytes=16),
     ),
     (256, 256): (Tuned(_ROLES),) * 2,  # 507 full, 496 causal
     (192, 192): (Tuned(_ROLES),) * 2,  # 451 causal, T 4096

@@ -33,7 +33,7 @@ VARIANTS = {
         1,
     ),
     "mask": ({}, {"mask": ("bool", (2, 1, 1024, 1024))}, 1),
-    "bias": ({}, {"bias": ("float32", (1, 2, 1024, 1024))}, 1),
+    "bias": ({}, {"bias": ("bfloat16", (1, 2, 1024, 1024))}, 1),
     "soft-cap": (CAUSAL | {"logits_soft_cap": 50.0}, {}, 1),
     "dropout": (CAUSAL | {"dropout_rate": 0.1}, {"dropout_rng": ("uint32", (2,))}, 1),
     "alibi-sinks": (
@@ -164,5 +164,5 @@ def _limit(kernel_name, head_dim, head_dim_v, variant):
         if "backward" in kernel_name:
             row = tuned.tuned_backward(**sizes)
         else:
-            row = tuned.tuned_forward(**sizes, bias_bytes=4 if variant == "bias" else None)
+            row = tuned.tuned_forward(**sizes, bias_bytes=2 if variant == "bias" else None)
     return row.term_spill_bytes if (variant, "bfloat16") in TERMS else row.spill_bytes

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
-from pallas_flash.kernels.sm90 import mma, visits
+from pallas_flash.kernels.sm90 import mma, registers, visits
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_hide_outside_is_allowed(q_axis, width):
 
         def body(scores_ref, values_ref, out_ref, present=present):
             traced = masks.Bounds(**{n: values_ref[i] for i, n in enumerate(present)})
-            tile = plgpu.load(scores_ref, layout=mma.ACC_LAYOUT, optimized=False)
+            tile = plgpu.load(scores_ref, layout=registers.ACC_LAYOUT, optimized=False)
             hidden = op.hide_outside(tile, traced, jnp.int32(q0), jnp.int32(kv0), q_axis)
             out_ref[...] = hidden
 
@@ -74,9 +74,9 @@ def test_add_dq_and_its_order(m, n):
         buffer = jax.new_ref(start)
 
         def body(tile_ref, buffer_ref, out_ref):
-            value = plgpu.load(tile_ref, layout=mma.ACC_LAYOUT, optimized=False)
+            value = plgpu.load(tile_ref, layout=registers.ACC_LAYOUT, optimized=False)
             op.add_dq(value, buffer_ref)
-            out_ref[...] = plgpu.layout_cast(jnp.zeros((64, 8), jnp.float32), mma.ACC_LAYOUT)
+            out_ref[...] = plgpu.layout_cast(jnp.zeros((64, 8), jnp.float32), registers.ACC_LAYOUT)
 
         done = _accumulator_kernel(body, (64, 8), tile, buffer)
         return op.order_dq(jax.freeze(buffer), m, n), done
@@ -90,9 +90,9 @@ def test_any_greater_is_true_where_a_row_of_the_warp_is():
     rows = jnp.zeros(64).at[37].set(1.0)  # warp 2
 
     def body(rows_ref, out_ref):
-        values = plgpu.load(rows_ref, layout=mma.ROW_LAYOUT, optimized=False)
-        zero = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), mma.ROW_LAYOUT)
-        ones = plgpu.layout_cast(jnp.ones((64, 8), jnp.float32), mma.ACC_LAYOUT)
+        values = plgpu.load(rows_ref, layout=registers.ROW_LAYOUT, optimized=False)
+        zero = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), registers.ROW_LAYOUT)
+        ones = plgpu.layout_cast(jnp.ones((64, 8), jnp.float32), registers.ACC_LAYOUT)
         greater = op.any_greater(values, zero)
         out_ref[...] = lax.cond(greater, lambda: ones * 2.0, lambda: ones)
 
@@ -110,14 +110,16 @@ def test_token_orders_two_warpgroups():
 
         @pl.when(wg == 0)
         def _():
-            shared[...] = plgpu.layout_cast(jnp.full((64, 8), 3.0, jnp.float32), mma.ACC_LAYOUT)
+            shared[...] = plgpu.layout_cast(
+                jnp.full((64, 8), 3.0, jnp.float32), registers.ACC_LAYOUT
+            )
             op.fence_async()
             op.token_pass(jnp.int32(1), 2)
 
         @pl.when(wg == 1)
         def _():
             op.token_take(wg)
-            out_ref[...] = plgpu.load(shared, layout=mma.ACC_LAYOUT, optimized=False)
+            out_ref[...] = plgpu.load(shared, layout=registers.ACC_LAYOUT, optimized=False)
 
     got = plgpu.kernel(
         body,
@@ -146,7 +148,7 @@ def test_persistent_accumulator_keeps_adding():
         plgpu.barrier_wait(ready)
 
         def scoped(acc, other):
-            op.set(acc, plgpu.layout_cast(jnp.ones((64, 64), jnp.float32), mma.ACC_LAYOUT))
+            op.set(acc, plgpu.layout_cast(jnp.ones((64, 64), jnp.float32), registers.ACC_LAYOUT))
             op.wgmma(acc, a_smem, b_smem)
             op.wgmma(other, a_smem, b_smem)
             first = op.load(acc, 1)
@@ -265,8 +267,8 @@ def test_all_within_asks_each_warp():
     tile = jnp.zeros((64, 64)).at[37, 5].set(-1.0)
 
     def body(tile_ref, out_ref):
-        values = plgpu.load(tile_ref, layout=mma.ACC_LAYOUT, optimized=False)
-        ones = plgpu.layout_cast(jnp.ones((64, 8), jnp.float32), mma.ACC_LAYOUT)
+        values = plgpu.load(tile_ref, layout=registers.ACC_LAYOUT, optimized=False)
+        ones = plgpu.layout_cast(jnp.ones((64, 8), jnp.float32), registers.ACC_LAYOUT)
         out_ref[...] = lax.cond(op.all_within(values, 0.9), lambda: ones * 2.0, lambda: ones)
 
     wanted = np.full((64, 8), 2.0)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import dropout, masks, tile_math
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import logits, mma
+from pallas_flash.kernels.sm90 import logits, registers
 from pallas_flash.kernels.sm90.call import (
     NO_EXTRAS,
     Call,
@@ -356,13 +356,13 @@ def transposed(ref: Ref) -> Ref:
     return ref.transpose((1, 0))
 
 
-def zeros(shape: tuple[int, int], layout=mma.ACC_LAYOUT):
+def zeros(shape: tuple[int, int], layout=registers.ACC_LAYOUT):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
 def per_query(ref: Ref, rows: int) -> jax.Array:
     """One value a query -> [rows, block_q], the same in every key row."""
-    values = plgpu.load(ref, layout=mma.COL_LAYOUT)
+    values = plgpu.load(ref, layout=registers.COL_LAYOUT)
     return lax.broadcast_in_dim(values, (rows, ref.shape[0]), (1,))
 
 

@@ -44,7 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import dropout, masks, tile_math
 from pallas_flash.config import DqConfig
-from pallas_flash.kernels.sm90 import logits, mma, smem, tails, tiles
+from pallas_flash.kernels.sm90 import logits, registers, smem, tails, tiles
 from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, div, rem
 from pallas_flash.kernels.sm90.visits import prepared
 
@@ -375,7 +375,7 @@ def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
 
     def load(ref):
         rows = ref.at[work.tile.batch, work.tile.head, pl.ds(row0, tiles.WG_ROWS)]
-        return plgpu.load(rows, layout=mma.ROW_LAYOUT, optimized=False)
+        return plgpu.load(rows, layout=registers.ROW_LAYOUT, optimized=False)
 
     lse = load(gmem.lse)
     sees = lse > -jnp.inf
@@ -388,7 +388,7 @@ def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
 
 
 def _zeros(columns: int):
-    return plgpu.layout_cast(jnp.zeros((tiles.WG_ROWS, columns), jnp.float32), mma.ACC_LAYOUT)
+    return plgpu.layout_cast(jnp.zeros((tiles.WG_ROWS, columns), jnp.float32), registers.ACC_LAYOUT)
 
 
 def _walk(work: _Work, statistics: _Statistics, *, dq, scores, dp):
@@ -455,7 +455,9 @@ def _finish(work: _Work, gmem: _Gmem, dq) -> None:
     plan, tile = work.plan, work.tile
     query_lengths = gmem.extras.query_lengths
     if query_lengths is not None:
-        row = work.row0 + plgpu.broadcasted_iota(jnp.int32, dq.shape, 0, layout=mma.ACC_LAYOUT)
+        row = work.row0 + plgpu.broadcasted_iota(
+            jnp.int32, dq.shape, 0, layout=registers.ACC_LAYOUT
+        )
         dq = jnp.where(row < query_lengths[tile.batch], dq, 0.0)
     if plan.dropout_rate:
         dq = dq * dropout.keep_scale(plan.dropout_rate)

@@ -21,17 +21,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_flash.kernels.sm90 import mma
+from pallas_flash.kernels.sm90 import loads, registers
 from pallas_flash.kernels.sm90.call import div, rem
+from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
 STRIP = 64  # queries of one block
@@ -167,11 +165,11 @@ def finish_dq(
         def read():
             row, first = _strip_of_dq(block_q, head_dim, q_len, head, strip)
             part = source.at[0, b, row, pl.ds(first + wg * piece, piece)]
-            tile[...] = (_load_dq(part, (STRIP, COLUMNS)) * factors[b]).astype(dtype)
+            tile[...] = (loads.load_added(part, (STRIP, COLUMNS)) * factors[b]).astype(dtype)
 
         def clear():
             zero = jnp.zeros((STRIP, COLUMNS), dtype)
-            tile[...] = plgpu.layout_cast(zero, mma.ACC_LAYOUT)
+            tile[...] = plgpu.layout_cast(zero, registers.ACC_LAYOUT)
 
         _when_valid(refs[2] if has_lengths else None, b, row0, read, clear)
         plgpu.commit_smem()
@@ -240,41 +238,11 @@ def _row_dots(x, y):
     return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1)
 
 
-def _load_dq(ref, shape: tuple[int, int]):
-    """What `mma.GpuOps.add_dq` added to ref (GMEM, flat float32), as an accumulator [64, n]."""
-    out = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=mma.ACC_LAYOUT)
-
-    inline_mgpu: Any = plgpu.inline_mgpu  # its annotation wants `load` called as it is written
-
-    @inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    def load(_, ref):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        const = lambda x: mgpu.utils.c(x, i32)
-        thread = arith.andi(mgpu.utils.thread_idx(), const(127))
-        base = mgpu.utils.memref_ptr(ref)
-        base = mgpu.utils.getelementptr(base, [arith.muli(thread, const(4))], f32)
-        four, one = (ir.VectorType.get((n,), f32) for n in (4, 1))
-        steps = shape[0] * shape[1] // 512
-        loaded = [
-            llvm.load(four, mgpu.utils.getelementptr(base, [g * 512], f32), alignment=16)
-            for g in range(steps)
-        ]
-        layout = fa.WGMMA_LAYOUT_ACC_32BIT
-        registers = np.empty(layout.registers_shape(shape), dtype=object)
-        for i in range(4 * steps):
-            value = llvm.extractelement(loaded[i // 4], const(i % 4))
-            registers.flat[i] = vector.broadcast(one, value)
-        acc = fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-        return acc.to_layout(fa.WGMMA_LAYOUT)
-
-    return load(ref)
-
-
 def _finish_in_xla(dq, factor, shape, dtype, block_q: int, query_lengths):
     """The same in XLA, for the buffer's order in interpret mode."""
     batch, q_len, heads, head_dim = shape
     dq = dq.sum(0).reshape(batch, heads, -1, block_q * head_dim)
-    dq = mma.InterpretOps.order_dq(dq, block_q, head_dim)  # (B, N, q tiles, block_q, H)
+    dq = InterpretOps.order_dq(dq, block_q, head_dim)  # (B, N, q tiles, block_q, H)
     dq = dq.reshape(batch, heads, -1, head_dim)[:, :, :q_len].swapaxes(1, 2)
     if query_lengths is not None:
         valid = jnp.arange(q_len)[None] < query_lengths[:, None]

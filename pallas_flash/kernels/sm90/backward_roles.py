@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
-from pallas_flash.kernels.sm90 import logits, mma
+from pallas_flash.kernels.sm90 import logits, registers
 from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
@@ -195,7 +195,7 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     values = smem.v.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
-    p = plgpu.load(smem.p.at[slot], layout=mma.ACC_LAYOUT).astype(jnp.float32)
+    p = plgpu.load(smem.p.at[slot], layout=registers.ACC_LAYOUT).astype(jnp.float32)
     p = tile_math.sloped(p, _squashed(c, jnp.abs(p), smem.neg_lse.at[slot]))
     # This role runs masked and plain steps alike and sees no bias: it asks whether any step hides.
     has_hidden = c.block.walk.hides or "bias" in c.block.launch.terms

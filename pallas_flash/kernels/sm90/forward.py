@@ -55,7 +55,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import dropout, hardware, masks, tile_math
 from pallas_flash.config import ForwardConfig
-from pallas_flash.kernels.sm90 import logits, mma, smem, tails, tiles
+from pallas_flash.kernels.sm90 import logits, registers, smem, tails, tiles
 from pallas_flash.kernels.sm90.call import (
     NO_EXTRAS,
     Extras,
@@ -450,8 +450,8 @@ def _first_softmax(work: _Work) -> _Softmax:
         weight = jnp.where(row_max > -jnp.inf, 1.0 / _SUM_COLS, 0.0)  # a power of two: exact
     full = lambda shape, value: lax.broadcast_in_dim(jnp.float32(value), shape, ())
     return _Softmax(
-        plgpu.layout_cast(full((tiles.WG_ROWS,), row_max), mma.ROW_LAYOUT),
-        plgpu.layout_cast(full((tiles.WG_ROWS, _SUM_COLS), weight), mma.ACC_LAYOUT),
+        plgpu.layout_cast(full((tiles.WG_ROWS,), row_max), registers.ROW_LAYOUT),
+        plgpu.layout_cast(full((tiles.WG_ROWS, _SUM_COLS), weight), registers.ACC_LAYOUT),
     )
 
 

@@ -9,6 +9,7 @@ analogy with its neighbours, and is to be measured.
 
 import dataclasses
 
+from pallas_flash import hardware
 from pallas_flash.config import BackwardConfig, DqConfig, ForwardConfig
 
 
@@ -146,6 +147,20 @@ def tuned_forward(
         if row is not None:
             return row
     return _FORWARD[head_dim, head_dim_v][is_masked]
+
+
+def few_queries(head_dim: int, head_dim_v: int) -> ForwardConfig:
+    """The forward of a few queries against many keys; arguments as `tuned_forward`.
+
+    It waits for memory alone: as many keys under way as shared memory holds.
+    """
+    block_kv = 128 if head_dim + head_dim_v <= 256 else 64
+    config = _two_overlapped(block_kv=block_kv)
+    out_width = 0 if head_dim == head_dim_v else head_dim_v
+    fixed_bytes = 2 * config.block_q * (head_dim + out_width) + 2048  # Q, out, lse and barriers
+    stage_bytes = 2 * block_kv * (head_dim + head_dim_v)
+    num_stages = (hardware.SM90.smem_bytes - fixed_bytes) // stage_bytes
+    return dataclasses.replace(config, num_stages=min(num_stages, 6))
 
 
 def tuned_backward(head_dim: int, head_dim_v: int, *, is_masked: bool) -> Tuned[BackwardConfig]:

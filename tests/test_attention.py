@@ -59,6 +59,7 @@ def runnable(implementation):
 
 # In interpret mode a case takes seconds: one of each kind there, all of them on a GPU.
 SLOW_WITHOUT_GPU = {
+    "decode-gqa4-lengths-sinks",
     "full-f16",
     "causal-bf16",
     "scale-traced",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_flash import dropout, tuned
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
+from pallas_flash.kernels.sm90 import few_queries
 from pallas_flash.kernels.sm90 import forward as forward_kernel
 from pallas_flash.kernels.sm90.backward_ends import row_dots
 from pallas_flash.kernels.sm90.call import Extras
@@ -221,6 +222,8 @@ def forward(problem: Problem, operands: Operands):
 
 
 def _run_forward(problem: Problem, arrays: _Arrays):
+    if few_queries.applies(problem, arrays.extras):
+        return _run_few_queries(problem, arrays)
     bias = arrays.extras.bias
     config = tuned.tuned_forward(
         **_tuning_key(problem, arrays), bias_bytes=None if bias is None else bias.dtype.itemsize
@@ -234,6 +237,24 @@ def _run_forward(problem: Problem, arrays: _Arrays):
         **_launch_arguments(problem, arrays),
     )
     return out, lse[:, :, : problem.q_len]
+
+
+def _run_few_queries(problem: Problem, arrays: _Arrays):
+    rows = few_queries.rearranged(problem, *arrays)
+    q_len = rows.q.shape[1]
+    out, lse = forward_kernel.flash_forward(
+        _pad_tiles(rows.q),
+        rows.k,
+        rows.v,
+        rows.scale,
+        mask=rows.mask,
+        q_len=q_len,
+        kv_len=problem.kv_len // rows.parts,
+        extras=rows.extras,
+        config=tuned.few_queries(arrays.q.shape[-1], arrays.v.shape[-1]),
+        interpret=problem.interpret,
+    )
+    return few_queries.restored(problem, rows, out, lse[:, :, :q_len], arrays.extras.sinks)
 
 
 def backward(

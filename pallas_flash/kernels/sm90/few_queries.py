@@ -1,0 +1,185 @@
+"""Few queries against many keys, as in decoding: the forward kernel, filled another way.
+
+A tile of the kernel has room for 128 queries, a decoding step brings one a head. So the query heads
+that share a kv head become rows of one tile, and a key is read once for all of them. Where that
+leaves fewer tiles than a chip has multiprocessors, the keys are cut into parts, each a batch row of
+its own (a reshape: no key is copied), and the parts meet by their log-sum-exp
+(Dao et al., Flash-Decoding, 2023).
+
+A mask knows rows by position, and here `q_per_kv` rows have one. A single query's bounds are a
+length of the keys; every other mask is written out, an array of these few rows.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import hardware, masks
+from pallas_flash.kernels.sm90.call import Extras, ceil_div
+from pallas_flash.problem import Problem
+
+MOST_QUERIES = 8
+MOST_ROWS = 64  # queries times the heads that share their keys: one consumer's
+FEWEST_KEYS = 256  # of a part; a call with fewer is short whatever is done
+BLOCKS_A_MULTIPROCESSOR = 4
+TERMS = frozenset({"soft_cap", "sinks"})  # what needs no position
+
+
+class Rows(NamedTuple):
+    """A call for the forward kernel, and what undoes the rearrangement.
+
+    B batch, P parts, R = T * q_per_kv rows, K kv heads.
+
+    Attributes:
+      q: (B * P, R, K, H).
+      k, v: (B * P, S / P, K, H) and (B * P, S / P, K, Hv).
+      scale: float32 (B * P,).
+      extras: what masks and terms read; sinks have no part in it.
+      mask: of these rows.
+      parts: P.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    scale: Any
+    extras: Extras
+    mask: masks.Mask
+    parts: int
+
+
+def applies(problem: Problem, extras: Extras) -> bool:
+    """Whether a call is better run this way."""
+    masked_by = {name for part in problem.mask.parts() for name in _arrays_of(part)}
+    return (
+        problem.q_len <= MOST_QUERIES
+        and problem.q_len * problem.q_per_kv <= MOST_ROWS
+        and problem.kv_len >= FEWEST_KEYS
+        and extras.present() <= TERMS | masked_by
+    )
+
+
+def _arrays_of(mask: masks.Mask) -> tuple[str, ...]:
+    """Names of the extras that a mask reads."""
+    return {
+        masks.Lengths: ("query_lengths", "kv_lengths"),
+        masks.Window: ("window",),
+        masks.Segments: ("query_segments", "kv_segments"),
+        masks.Dense: ("mask",),
+    }.get(type(mask), ())
+
+
+def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
+    """The call of `problem` in rows and parts; q, k and v may be padded behind their lengths."""
+    batch, kv_heads, group = q.shape[0], problem.num_kv_heads, problem.q_per_kv
+    parts = num_parts(batch * kv_heads, problem.kv_len) if k.shape[1] == problem.kv_len else 1
+    in_parts = lambda x: x.reshape(batch * parts, x.shape[1] // parts, *x.shape[2:])
+    of_parts = lambda x: x if x is None or x.shape[0] == 1 else jnp.repeat(x, parts, axis=0)
+    rows = q[:, : problem.q_len].reshape(batch, problem.q_len, kv_heads, group, -1)
+    rows = rows.swapaxes(2, 3).reshape(batch, problem.q_len * group, kv_heads, -1)
+    visible, lengths = _visible(problem, extras, batch)
+    if visible is not None:
+        visible = _in_rows(problem, visible, batch, parts)
+    if lengths is not None:
+        size = problem.kv_len // parts
+        before = jnp.arange(parts, dtype=jnp.int32) * size
+        lengths = jnp.clip(lengths[:, None] - before, 0, size).reshape(-1)
+    mask = masks.And() if visible is None else masks.Dense()
+    mask &= masks.And() if lengths is None else masks.Lengths(has_query=False, has_kv=True)
+    return Rows(
+        q=jnp.repeat(rows, parts, axis=0),
+        k=in_parts(k),
+        v=in_parts(v),
+        scale=jnp.repeat(scale, parts, axis=0),
+        extras=Extras(kv_lengths=lengths, mask=visible, soft_cap=of_parts(extras.soft_cap)),
+        mask=mask,
+        parts=parts,
+    )
+
+
+def num_parts(pairs: int, kv_len: int) -> int:
+    """Parts that fill the chip, of whole tiles; as many as there can be where none suffices."""
+    wanted = ceil_div(hardware.SM90.num_sms * BLOCKS_A_MULTIPROCESSOR, pairs)
+    possible = [p for p in range(1, kv_len // FEWEST_KEYS + 1) if kv_len % (128 * p) == 0]
+    return next((p for p in possible if p >= wanted), max(possible, default=1))
+
+
+def _visible(problem: Problem, extras: Extras, batch: int):
+    """What hides keys: (bool that broadcasts to (B, N, T, S), int32 lengths (B,)), or None each.
+
+    Lengths stay what they are: what lies behind them may be anything.
+    """
+    mask, values = problem.mask, _values(extras, batch)
+    if not mask.parts():
+        return None, None
+    if problem.q_len == 1 and mask.is_bounds and mask.bounds(values).lower is None:
+        if jax.tree.leaves(values):
+            return None, jax.vmap(lambda row: _visible_keys(problem, row))(values)
+        end = _visible_keys(problem, values)
+        return None, None if end == problem.kv_len else jnp.full((batch,), end, jnp.int32)
+    q_pos = jnp.arange(problem.q_len, dtype=jnp.int32)[:, None]
+    kv_pos = jnp.arange(problem.kv_len, dtype=jnp.int32)
+    return mask.allowed(q_pos, kv_pos, values), extras.kv_lengths
+
+
+def _visible_keys(problem: Problem, values: masks.MaskValues):
+    """How many keys a single query sees, of one batch row; without a lower bound."""
+    values = jax.tree.map(lambda x: x.reshape(()), values)
+    return problem.mask.bounds(values).kv_any(0, 1, problem.kv_len)[1]
+
+
+def _values(extras: Extras, batch: int) -> masks.MaskValues:
+    """What the mask reads, (B, 1|N, 1|T, 1|S)."""
+
+    def shaped(x, *axes: int):
+        """x (1|B', ...), of whose further axes these are the places."""
+        if x is None:
+            return None
+        x = jnp.repeat(x, batch // x.shape[0], axis=0)
+        return jnp.expand_dims(x, [axis for axis in (1, 2, 3) if axis not in axes])
+
+    window = extras.window
+    return masks.MaskValues(
+        query_length=shaped(extras.query_lengths),
+        kv_length=shaped(extras.kv_lengths),
+        window_left=None if window is None else shaped(window[:, 0]),
+        window_right=None if window is None else shaped(window[:, 1]),
+        query_segments=shaped(extras.query_segments, 2),
+        kv_segments=shaped(extras.kv_segments, 3),
+        dense=shaped(extras.mask, 1, 2, 3),
+    )
+
+
+def _in_rows(problem: Problem, allowed, batch: int, parts: int):
+    """bool, broadcastable to (B, N, T, S) -> (B * P, 1|K, R, S / P)."""
+    group, q_len, kv_len = problem.q_per_kv, problem.q_len, problem.kv_len
+    heads = problem.num_q_heads if allowed.ndim == 4 and allowed.shape[1] > 1 else group
+    allowed = jnp.broadcast_to(allowed, (batch, heads, q_len, kv_len))
+    allowed = allowed.reshape(batch, heads // group, group, q_len, parts, kv_len // parts)
+    allowed = allowed.transpose(0, 4, 1, 3, 2, 5)  # B, P, K, T, group, S / P
+    return allowed.reshape(batch * parts, heads // group, q_len * group, kv_len // parts)
+
+
+def restored(problem: Problem, rows: Rows, out, lse, sinks):
+    """out (B * P, R, K, Hv), lse (B * P, K, R) -> out (B, T, N, Hv), lse (B, N, T).
+
+    Args:
+      sinks: float32 (1|B', N), or None: one more logit a head, which takes part once.
+    """
+    group, q_len = problem.q_per_kv, problem.q_len
+    batch = out.shape[0] // rows.parts
+    lse = lse.reshape(batch, rows.parts, -1, q_len, group)  # B, P, K, T, group
+    out = out[:, : q_len * group].reshape(batch, rows.parts, q_len, group, *out.shape[2:])
+    out = out.transpose(0, 1, 4, 2, 3, 5)  # B, P, K, T, group, Hv
+    if rows.parts > 1 or sinks is not None:
+        dtype, out = out.dtype, out.astype(jnp.float32)
+        total = jax.nn.logsumexp(lse, axis=1, keepdims=True)
+        if sinks is not None:
+            sinks = jnp.repeat(sinks, batch // sinks.shape[0], axis=0)
+            total = jnp.logaddexp(total, sinks.reshape(batch, 1, -1, 1, group))
+        share = jnp.where(lse > -jnp.inf, jnp.exp(lse - total), 0.0)
+        out = (out * share[..., None]).sum(1, keepdims=True).astype(dtype)
+        lse = total
+    out = out[:, 0].transpose(0, 2, 1, 3, 4).reshape(batch, q_len, problem.num_q_heads, -1)
+    return out, lse[:, 0].transpose(0, 1, 3, 2).reshape(batch, problem.num_q_heads, q_len)

@@ -1,0 +1,122 @@
+"""Few queries against many keys: rearranged, cut into parts and merged, it is the same attention.
+
+The kernel itself is stood in for by the XLA implementation: what is looked at is what goes into it
+and what is made of its results. `cases.py` has calls that run this way on the kernel.
+"""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_flash
+from pallas_flash import dispatch, tuned
+from pallas_flash.kernels import xla
+from pallas_flash.kernels.sm90 import few_queries, forward
+from pallas_flash.problem import Operands, Problem
+
+BOTTOM_RIGHT = dict(is_causal=True, causal_alignment="bottom_right")
+RNG = np.random.default_rng(0)
+LENGTHS = jnp.array([3000, 0])
+
+
+def _dense(*shape):
+    return jnp.asarray(RNG.random(shape) < 0.3)
+
+
+# (queries, keys, query heads, kv heads), arguments
+CALLS = {
+    "plain": ((1, 2048, 8, 2), {}),
+    "bottom-right": ((1, 2048, 8, 2), BOTTOM_RIGHT),
+    "top-left": ((1, 2048, 8, 2), dict(is_causal=True)),
+    "lengths": ((1, 4096, 4, 4), dict(key_value_seq_lengths=LENGTHS)),
+    "sinks": ((1, 4096, 8, 2), dict(key_value_seq_lengths=LENGTHS, sinks=jnp.linspace(-1, 3, 8))),
+    "query-lengths": (
+        (4, 4096, 8, 2),
+        BOTTOM_RIGHT
+        | dict(key_value_seq_lengths=LENGTHS + 50, query_seq_lengths=jnp.array([4, 2])),
+    ),
+    "window": ((8, 2048, 4, 4), BOTTOM_RIGHT | dict(local_window_size=(500, 0))),
+    "soft-cap": (
+        (1, 2048, 4, 1),
+        BOTTOM_RIGHT | dict(local_window_size=(500, 0), logits_soft_cap=5.0),
+    ),
+    "mask-per-head": ((3, 2048, 4, 2), dict(mask=_dense(2, 4, 3, 2048))),
+    "mask-of-keys-ragged": ((3, 2000, 4, 2), dict(mask=_dense(1, 1, 1, 2000))),
+    "segments": (
+        (2, 2048, 4, 2),
+        dict(
+            query_segment_ids=jnp.array([[1, 2], [0, 2]]),
+            key_value_segment_ids=jnp.arange(4096).reshape(2, 2048) % 2048 // 700,
+        ),
+    ),
+}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """(batch, queries, heads) of each launch of what stands for the kernel."""
+    seen = []
+
+    def flash_forward(q, k, v, scale, *, mask, q_len, kv_len, extras, config, interpret=False):
+        del config, interpret
+        seen.append((q.shape[0], q_len, q.shape[2]))
+        wide = lambda x, length: x[:, :length].astype(jnp.float32)
+        operands = Operands(
+            query=wide(q, q_len),
+            key=wide(k, kv_len),
+            value=wide(v, kv_len),
+            scale=scale,
+            kv_lengths=extras.kv_lengths,
+            mask=extras.mask,
+            soft_cap=None if extras.soft_cap is None else extras.soft_cap[0],
+        )
+        problem = Problem(
+            batch=q.shape[0],
+            q_len=q_len,
+            kv_len=kv_len,
+            num_q_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            dtype="float32",
+            mask=mask,
+            scale=None,
+            soft_cap=None if extras.soft_cap is None else "operand",
+        )
+        return xla.attention(problem, operands)
+
+    monkeypatch.setattr(forward, "flash_forward", flash_forward)
+    return seen
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_is_the_same_attention(name, launches):
+    (q_len, kv_len, num_q_heads, num_kv_heads), options = CALLS[name]
+    sizes = (q_len, num_q_heads), (kv_len, num_kv_heads), (kv_len, num_kv_heads)
+    q, k, v = (jnp.asarray(RNG.standard_normal((2, *s, 64)), jnp.bfloat16) for s in sizes)
+    attend = lambda implementation: pallas_flash.dot_product_attention(
+        q, k, v, implementation=implementation, return_residual=True, **options
+    )
+    with dispatch.assume_device("gpu", (9, 0)):
+        out, lse = attend("mosaic_gpu")
+    wanted_out, wanted_lse = attend("xla")
+    batch, rows, heads = launches[0]
+    assert (rows, heads) == (q_len * num_q_heads // num_kv_heads, num_kv_heads)
+    assert (batch > 2) == (kv_len % 256 == 0), "in parts where the keys allow"
+    np.testing.assert_allclose(out.astype("f4"), wanted_out.astype("f4"), atol=8e-3)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+
+
+def test_parts_fill_the_chip_with_whole_tiles():
+    assert few_queries.num_parts(64 * 8, 8192) == 2
+    assert few_queries.num_parts(8, 131_072) == 128
+    assert few_queries.num_parts(1, 512) == 2  # as many as there can be
+    assert few_queries.num_parts(1, 1000) == 1  # no whole tiles
+
+
+@pytest.mark.parametrize("dims", itertools.product(tuned.HEAD_DIMS, repeat=2))
+def test_config_fits(dims):
+    config = tuned.few_queries(*dims)
+    assert forward.forward_smem_bytes(config, *dims, "bfloat16") <= 232_448

@@ -1,10 +1,10 @@
 """The tuned numbers, and nothing else: which configuration a problem runs with.
 
-Rows are by (head_dim, head_dim_v), each 64, 128, 192 or 256; forward and backward have one for
-calls without a mask and one for calls with one. Beside a row stands the figure that speaks for it:
-TFLOP/s on an H200, 2026-11-29, bfloat16, 16,384 tokens, model width 2048, T 8192, JAX 0.11.2, CUPTI
-median of a short burst. A row without a figure was chosen because it compiles clean and fits, by
-analogy with its neighbours, and is to be measured.
+Rows are by (head_dim, head_dim_v), each 64, 128, 192 or 256, the next where it is none of these;
+forward and backward have one for calls without a mask and one for calls with one. Beside a row
+stands the figure that speaks for it: TFLOP/s on an H200, 2026-11-29, bfloat16, 16,384 tokens, model
+width 2048, T 8192, JAX 0.11.2, CUPTI median of a short burst. A row without a figure was chosen
+because it compiles clean and fits, by analogy with its neighbours, and is to be measured.
 """
 
 import dataclasses
@@ -73,6 +73,10 @@ _FORWARD_WITH_BIAS = {
     (128, 128, 4): Tuned(_two_overlapped(block_kv=64)),
 }
 
+# Equal head dims between 64 and 128, where nothing but bounds hides and there is no further term.
+# Causal, T 4096, 16 heads: 518 at 80, 582 at 96; two overlapped: 473, 577.
+_FORWARD_NARROW = Tuned(_three_in_turn(output_through_q=True, rescale_threshold=8.0))
+
 HEAD_DIMS = tuple(sorted({head_dim for head_dim, _ in _FORWARD}))
 
 _KEYS_64 = BackwardConfig(block_q=128, head_group=4)  # 32/8 heads causal: 522 -> 585, 2 gives 575
@@ -131,22 +135,35 @@ _DQ = {
 }
 
 
+def _row(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The next of HEAD_DIMS each; StopIteration above the last."""
+    first, second = (next(d for d in HEAD_DIMS if d >= n) for n in (head_dim, head_dim_v))
+    return first, second
+
+
 def tuned_forward(
-    head_dim: int, head_dim_v: int, *, is_masked: bool, bias_bytes: int | None = None
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    is_masked: bool,
+    has_terms: bool = False,
+    bias_bytes: int | None = None,
 ) -> Tuned[ForwardConfig]:
-    """The forward's row for these padded head dims, each one of HEAD_DIMS; KeyError for others.
+    """The forward's row.
 
     Args:
-      head_dim: of q and k.
-      head_dim_v: of v.
+      head_dim: of q and k, up to 256.
+      head_dim_v: of v, likewise.
       is_masked: some pair may be hidden: causal, lengths, or keys that fill no whole tile.
+      has_terms: there is more than bounds: a mask array, segments, a bias and the like.
       bias_bytes: of an entry of the bias, where there is one.
     """
-    if bias_bytes is not None:
-        row = _FORWARD_WITH_BIAS.get((head_dim, head_dim_v, bias_bytes))
-        if row is not None:
-            return row
-    return _FORWARD[head_dim, head_dim_v][is_masked]
+    row = _row(head_dim, head_dim_v)
+    if bias_bytes is not None and (*row, bias_bytes) in _FORWARD_WITH_BIAS:
+        return _FORWARD_WITH_BIAS[*row, bias_bytes]
+    if 64 < head_dim == head_dim_v < 128 and not has_terms:
+        return _FORWARD_NARROW
+    return _FORWARD[row][is_masked]
 
 
 def few_queries(head_dim: int, head_dim_v: int) -> ForwardConfig:
@@ -165,9 +182,9 @@ def few_queries(head_dim: int, head_dim_v: int) -> ForwardConfig:
 
 def tuned_backward(head_dim: int, head_dim_v: int, *, is_masked: bool) -> Tuned[BackwardConfig]:
     """The fused backward's row; arguments as `tuned_forward`."""
-    return _BACKWARD[head_dim, head_dim_v][is_masked]
+    return _BACKWARD[_row(head_dim, head_dim_v)][is_masked]
 
 
 def tuned_dq(head_dim: int, head_dim_v: int) -> Tuned[DqConfig]:
     """The row of the dq kernel; arguments as `tuned_forward`."""
-    return _DQ[head_dim, head_dim_v]
+    return _DQ[_row(head_dim, head_dim_v)]

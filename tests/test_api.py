@@ -174,7 +174,7 @@ def test_explain_takes_shapes_and_names_costs():
         told = pallas_flash.explain(x, x, x, is_causal=True)
     assert told.implementation == "mosaic_gpu"
     assert "q_len=1001" in str(told)
-    assert "head_dim=80 is padded to 128" in str(told)
+    assert "head_dim=80 is padded to 128 in the backward" in str(told)
     assert "NVIDIA H200 (compute capability 9.0)" in str(told)
 
 

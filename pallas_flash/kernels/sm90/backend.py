@@ -1,8 +1,8 @@
 """Hopper: which problems the kernels take, and how their operands are laid out for them.
 
 Nothing is padded in HBM beyond what a tiled copy needs: lengths to a multiple of 8, head dims to a
-multiple of 64 (a call that needs neither is copied nowhere). A vmapped call is folded into the
-batch axis, so it runs as one launch.
+multiple of 16, in the backward of 64 (a call that needs neither is copied nowhere). A vmapped call
+is folded into the batch axis, so it runs as one launch.
 """
 
 import functools
@@ -25,7 +25,8 @@ from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 MADE_BY_KERNELS = frozenset({"query", "key", "value", "scale", "bias", "sinks"})
 MAX_HEAD_DIM = 256
 ROW_TILE = 8  # a swizzled TMA copy moves 8 rows at a time
-HEAD_TILE = 64  # 128 bytes, the widest swizzle
+FORWARD_HEAD_TILE = 16  # a tensor core sums over 16 at a time, and 32 bytes can be swizzled
+BACKWARD_HEAD_TILE = 64  # 128 bytes, the widest swizzle: consumers take halves of dq's columns
 
 
 def supports(problem: Problem) -> tuple[bool, str]:
@@ -66,9 +67,10 @@ def notes(problem: Problem) -> tuple[str, ...]:
             found.append(f"{name}={size} is no multiple of {ROW_TILE}: {arrays} are copied padded")
     for name in ("head_dim", "head_dim_v"):
         size = getattr(problem, name)
-        if size % HEAD_TILE:
-            padded = _round_up(size, HEAD_TILE)
-            found.append(f"{name}={size} is padded to {padded}: copies, and the work of {padded}")
+        for way, tile in (("forward", FORWARD_HEAD_TILE), ("backward", BACKWARD_HEAD_TILE)):
+            padded = _round_up(size, tile)
+            if size != padded:
+                found.append(f"{name}={size} is padded to {padded} in the {way}: copies, and work")
     return tuple(found)
 
 
@@ -92,9 +94,9 @@ def _pad_axes(x, sizes: dict[int, int]):
     return jnp.pad(x, pads) if any(after for _, after in pads) else x
 
 
-def _pad_tiles(x):
+def _pad_tiles(x, head_tile: int):
     """(B, T, heads, H) padded to what a tiled copy needs."""
-    return _pad_axes(x, {1: _round_up(x.shape[1], ROW_TILE), 3: _round_up(x.shape[3], HEAD_TILE)})
+    return _pad_axes(x, {1: _round_up(x.shape[1], ROW_TILE), 3: _round_up(x.shape[3], head_tile)})
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -116,15 +118,15 @@ def _sign_and_scale(problem: Problem, operands: Operands):
     return jnp.sign(scale), jnp.where(scale == 0, 1.0, jnp.abs(scale))
 
 
-def _arrays(problem: Problem, operands: Operands) -> _Arrays:
+def _arrays(problem: Problem, operands: Operands, head_tile: int) -> _Arrays:
     sign, scale = _sign_and_scale(problem, operands)
     query = operands.query
     if sign is not None:
         query = query * sign[:, None, None, None].astype(query.dtype)
     return _Arrays(
-        q=_pad_tiles(query),
-        k=_pad_tiles(operands.key),
-        v=_pad_tiles(operands.value),
+        q=_pad_tiles(query, head_tile),
+        k=_pad_tiles(operands.key, head_tile),
+        v=_pad_tiles(operands.value, head_tile),
         scale=scale,
         extras=_extras(problem, operands),
     )
@@ -216,7 +218,7 @@ def _tuning_key(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
 
 def forward(problem: Problem, operands: Operands):
     """out (B, T, N, Hv) and lse (B, N, T), float32, natural log."""
-    arrays = _arrays(problem, operands)
+    arrays = _arrays(problem, operands, FORWARD_HEAD_TILE)
     out, lse = _foldable(functools.partial(_run_forward, problem))(arrays)
     return out[:, : problem.q_len, :, : problem.head_dim_v], lse
 
@@ -225,8 +227,11 @@ def _run_forward(problem: Problem, arrays: _Arrays):
     if few_queries.applies(problem, arrays.extras):
         return _run_few_queries(problem, arrays)
     bias = arrays.extras.bias
+    bounds = {"query_lengths", "kv_lengths", "window"}
     config = tuned.tuned_forward(
-        **_tuning_key(problem, arrays), bias_bytes=None if bias is None else bias.dtype.itemsize
+        **_tuning_key(problem, arrays),
+        has_terms=not arrays.extras.present() <= bounds or problem.dropout_rate > 0,
+        bias_bytes=None if bias is None else bias.dtype.itemsize,
     ).config
     out, lse = forward_kernel.flash_forward(
         arrays.q,
@@ -243,7 +248,7 @@ def _run_few_queries(problem: Problem, arrays: _Arrays):
     rows = few_queries.rearranged(problem, *arrays)
     q_len = rows.q.shape[1]
     out, lse = forward_kernel.flash_forward(
-        _pad_tiles(rows.q),
+        _pad_tiles(rows.q, FORWARD_HEAD_TILE),
         rows.k,
         rows.v,
         rows.scale,
@@ -267,13 +272,14 @@ def backward(
     wanted: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """Gradients by operand name: query, key, value and `wanted`, out of MADE_BY_KERNELS."""
-    arrays = _arrays(problem, operands)
+    arrays = _arrays(problem, operands, BACKWARD_HEAD_TILE)
     scale = problem.scale if operands.scale is None else operands.scale
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (problem.batch,))
     run = functools.partial(_run_backward, problem, wanted)
     run = _foldable(run, share="bias" not in wanted)
     query = operands.query if "scale" in wanted else None
-    grads = run(arrays, scale, query, _pad_tiles(out), _pad_tiles(dout), lse, dlse)
+    out, dout = (_pad_tiles(x, BACKWARD_HEAD_TILE) for x in (out, dout))
+    grads = run(arrays, scale, query, out, dout, lse, dlse)
     grads["key"] = grads["key"][:, : problem.kv_len, :, : problem.head_dim]
     grads["value"] = grads["value"][:, : problem.kv_len, :, : problem.head_dim_v]
     if "scale" in wanted and operands.scale is not None and not operands.scale.ndim:

@@ -22,7 +22,7 @@ from pallas_flash.problem import Problem
 MOST_QUERIES = 8
 MOST_ROWS = 64  # queries times the heads that share their keys: one consumer's
 FEWEST_KEYS = 256  # of a part; a call with fewer is short whatever is done
-BLOCKS_A_MULTIPROCESSOR = 4
+BLOCKS_A_MULTIPROCESSOR = 2
 TERMS = frozenset({"soft_cap", "sinks"})  # what needs no position
 
 

@@ -10,8 +10,7 @@ import jax
 import pytest
 
 import pallas_flash
-from pallas_flash import dispatch, tuned
-from tests import aot
+from pallas_flash import aot, dispatch, tuned
 
 CAUSAL = {"is_causal": True}
 # name: (static arguments, arrays by name: (dtype, shape), query heads a kv head). B 2, K 2, T 1024.

@@ -103,7 +103,7 @@ def kernels_of(factory: str, cases: list[Any], *, timeout_s: float = 240) -> lis
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a hit has no log
     }
     child = subprocess.run(
-        [sys.executable, "-m", "tests.aot", factory, json.dumps(cases)],
+        [sys.executable, "-m", "pallas_flash.aot", factory, json.dumps(cases)],
         cwd=Path(__file__).parent.parent,
         env=env,
         capture_output=True,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import dropout, tuned
+from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
 from pallas_flash.kernels.sm90 import few_queries
@@ -24,9 +25,6 @@ from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 # Gradients that the kernels give; others come from the formula.
 MADE_BY_KERNELS = frozenset({"query", "key", "value", "scale", "bias", "sinks"})
 MAX_HEAD_DIM = 256
-ROW_TILE = 8  # a swizzled TMA copy moves 8 rows at a time
-FORWARD_HEAD_TILE = 16  # a tensor core sums over 16 at a time, and 32 bytes can be swizzled
-BACKWARD_HEAD_TILE = 64  # 128 bytes, the widest swizzle: consumers take halves of dq's columns
 
 
 def supports(problem: Problem) -> tuple[bool, str]:
@@ -205,17 +203,6 @@ def _launch_arguments(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
     )
 
 
-def _tuning_key(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
-    # Ragged and short keys and further terms run best with the rows tuned for masks: the unmasked
-    # ones spill there.
-    is_ragged = problem.kv_len % 128 != 0 or problem.kv_len < 1024
-    return dict(
-        head_dim=arrays.q.shape[-1],
-        head_dim_v=arrays.v.shape[-1],
-        is_masked=bool(problem.mask.parts()) or is_ragged or bool(arrays.extras.present()),
-    )
-
-
 def forward(problem: Problem, operands: Operands):
     """out (B, T, N, Hv) and lse (B, N, T), float32, natural log."""
     arrays = _arrays(problem, operands, FORWARD_HEAD_TILE)
@@ -226,19 +213,12 @@ def forward(problem: Problem, operands: Operands):
 def _run_forward(problem: Problem, arrays: _Arrays):
     if few_queries.applies(problem, arrays.extras):
         return _run_few_queries(problem, arrays)
-    bias = arrays.extras.bias
-    bounds = {"query_lengths", "kv_lengths", "window"}
-    config = tuned.tuned_forward(
-        **_tuning_key(problem, arrays),
-        has_terms=not arrays.extras.present() <= bounds or problem.dropout_rate > 0,
-        bias_bytes=None if bias is None else bias.dtype.itemsize,
-    ).config
     out, lse = forward_kernel.flash_forward(
         arrays.q,
         arrays.k,
         arrays.v,
         arrays.scale,
-        config=config,
+        config=tuned.forward_of(problem),
         **_launch_arguments(problem, arrays),
     )
     return out, lse[:, :, : problem.q_len]
@@ -309,12 +289,11 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
         row = jax.lax.broadcasted_iota(jnp.int32, delta.shape, 2)
         delta = jnp.where(row < extras.query_lengths[:, None, None], delta, 0.0)
     delta = delta - dlse  # (B, N, T)
-    config = tuned.tuned_backward(**_tuning_key(problem, arrays)).config
     inputs = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
     deterministic = problem.deterministic_backward
     dq, dk, dv, dbias = backward_kernel.flash_backward(
         *inputs,
-        config=config,
+        config=tuned.backward_of(problem),
         make_dq=not deterministic,
         make_dbias="bias" in wanted,
         dq_factor=None if "scale" in wanted else scale,
@@ -329,7 +308,7 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     if deterministic:
         dq = dq_kernel.flash_backward_dq(
             *inputs,
-            config=tuned.tuned_dq(arrays.q.shape[-1], arrays.v.shape[-1]).config,
+            config=tuned.dq_of(problem),
             out_float32=not scaled,
             **_launch_arguments(problem, arrays),
         )

@@ -191,7 +191,7 @@ def backward_kernel(
     """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory."""
     cut = cut or tuned.backward_of(problem)
     n, wide, item = kernel_sizes(problem), padded(problem), problem.np_dtype.itemsize
-    by_kv = _walks(problem, operands, cut, by="kv")
+    by_kv = _walks(problem, operands, cut, by="kv", empty_too=True)
     walks = _walks(problem, operands, cut)
     queries = _touched(walks, problem, problem.num_q_heads)
     visited = lambda name, d: Access(name, by_kv.sum_across * d * item, queries * d * item)

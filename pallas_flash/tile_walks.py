@@ -62,6 +62,7 @@ def tile_walks(
     *,
     by: str = "q",
     at_least_one: bool = False,
+    empty_too: bool = False,
     row_tile: int = 1,
 ) -> Walks:
     """The walks of a tiled algorithm that skips a tile where every pair is hidden.
@@ -72,7 +73,9 @@ def tile_walks(
       block_q: queries of a tile.
       block_kv: keys of a tile.
       by: "q" or "kv", whose tiles are the rows.
-      at_least_one: a row that sees nothing visits its first tile.
+      at_least_one: a row that sees nothing visits one tile.
+      empty_too: where a row's interval ends before it begins, but in the same tile, that tile is
+        visited: so the fused backward walks bounds.
       row_tile: arrays are as long as the next multiple of this: what a copy of a tile reads.
     """
     batch, heads = problem.batch, problem.num_q_heads
@@ -81,10 +84,12 @@ def tile_walks(
     own = _sizes(own_len, own_block, row_tile)
     sizes = _sizes(other_len, other_block, row_tile)
     if problem.mask.is_bounds:
-        first, last = _intervals(problem, operands, own_block, other_block, by)
+        first, last, is_empty = _intervals(problem, operands, own_block, other_block, by)
         if at_least_one:
             last = np.maximum(last, 1)
             first = np.minimum(first, last - 1)
+        elif not empty_too:
+            last = np.where(is_empty, first, last)
         ends = np.concatenate([[0], np.cumsum(sizes)])
         first = np.minimum(first, len(sizes))  # a window may begin past the end
         last = np.maximum(first, last)
@@ -127,7 +132,10 @@ def _row_bounds(problem: Problem, operands: Operands) -> list[masks.Bounds]:
 
 
 def _intervals(problem: Problem, operands: Operands, own_block: int, other_block: int, by: str):
-    """First and one past the last tile visited, (1|B, 1, rows of tiles), of bounds alone."""
+    """First and one past the last tile, and whether none is visited: of bounds alone.
+
+    Each (1|B, 1, rows of tiles).
+    """
     own_len, other_len = problem.q_len, problem.kv_len
     if by == "kv":
         own_len, other_len = other_len, own_len
@@ -140,12 +148,14 @@ def _intervals(problem: Problem, operands: Operands, own_block: int, other_block
     any_lo, any_hi = (
         np.stack([np.broadcast_to(x, lo.shape) for x in ends]) for ends in zip(*found, strict=True)
     )
-    return any_lo[:, None] // other_block, -(-any_hi[:, None] // other_block)
+    any_lo, any_hi = any_lo[:, None], any_hi[:, None]
+    return any_lo // other_block, -(-any_hi // other_block), any_hi <= any_lo
 
 
 def _visited(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> np.ndarray:
     """Bool (1|B, 1|N, q tiles, kv tiles): the tiles that no part of the mask hides."""
-    first, last = _intervals(problem, operands, block_q, block_kv, "q")
+    first, last, is_empty = _intervals(problem, operands, block_q, block_kv, "q")
+    last = np.where(is_empty, first, last)
     ki = np.arange(-(-problem.kv_len // block_kv))
     visited = (ki >= first[..., None]) & (ki < last[..., None])
     values = masks.MaskValues(

@@ -7,10 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from pallas_flash import hardware, io_counts, io_kernels, io_model, io_report, link_model, masks
+import pallas_flash
+from pallas_flash import (
+    arguments,
+    benchmark,
+    dispatch,
+    hardware,
+    io_counts,
+    io_kernels,
+    io_model,
+    io_report,
+    link_model,
+    masks,
+)
+from pallas_flash.kernels.sm90 import cost
 from pallas_flash.problem import Problem
 from pallas_flash.tile_walks import NO_OPERANDS, visible_pairs
 
@@ -38,7 +52,7 @@ A100_SRAM_BYTES = 192 * 2**10
 
 
 def test_published_bytes_of_standard_attention():
-    """PyTorch as the paper's code runs it, in float16: a pass each to add a mask, softmax, dropout."""
+    """PyTorch as in the paper's code, in float16: mask, softmax and dropout are passes."""
     counts = _both("naive", GPT2, fused_softmax=False)
     matrix = GPT2.batch * GPT2.num_q_heads * 1024 * 1024 * 2
     passes = sum(c.moved for c in counts) / matrix
@@ -289,3 +303,69 @@ def test_crossover_is_where_floors_meet():
 def test_sizes_are_readable():
     told = [io_report.readable(x) for x in (0, 7, 999, 1500, 33.6e6, 2.15e12, 4e15)]
     assert told == ["0 B", "7 B", "999 B", "1.50 kB", "33.6 MB", "2.15 TB", "4000 TB"]
+
+
+# --- who else uses it ----------------------------------------------------------------------------
+
+
+def _cost_estimates(function, *shapes) -> list:
+    """Of every kernel that is traced, in order."""
+    found = []
+
+    def look(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.params.get("cost_estimate") is not None:
+                found.append(eqn.params["cost_estimate"])
+                continue
+            for value in eqn.params.values():
+                for inner in value if isinstance(value, (tuple, list)) else [value]:
+                    inner = getattr(inner, "jaxpr", inner)
+                    if hasattr(inner, "eqns"):
+                        look(inner)
+
+    with dispatch.assume_device("gpu", (9, 0)):
+        look(jax.make_jaxpr(function)(*shapes).jaxpr)
+    return found
+
+
+@pytest.mark.skipif(not cost.IS_TAKEN, reason="this JAX takes no cost estimates")
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_cost_estimates_of_the_kernels_are_the_counts(deterministic):
+    shape = lambda heads: jax.ShapeDtypeStruct((2, 1000, heads, 96), "bfloat16")
+
+    def loss(q, k, v):
+        out = pallas_flash.dot_product_attention(
+            q, k, v, is_causal=True, deterministic_backward=deterministic
+        )
+        return out.astype("float32").sum()
+
+    estimates = _cost_estimates(jax.grad(loss, (0, 1, 2)), shape(4), shape(2), shape(2))
+    problem = Problem(2, 1000, 1000, 4, 2, 96, 96, "bfloat16", masks.Causal())
+    counted = [
+        io_kernels.forward_kernel(problem),
+        io_kernels.backward_kernel(problem, make_dq=not deterministic),
+    ]
+    counted += [io_kernels.dq_kernel(problem)] if deterministic else []
+    assert len(estimates) == len(counted)
+    for estimate, one in zip(estimates, counted, strict=True):
+        assert estimate.flops == sum(product.flops for product in one.products)
+        assert estimate.bytes_accessed == sum(a.distinct for a in (*one.reads, *one.writes))
+        assert estimate.transcendentals * 2 * 128 == one.products[0].flops
+
+
+@pytest.mark.parametrize("name", ["window", "lengths", "documents"])
+def test_benchmark_describes_what_it_runs(name):
+    changes = dict(
+        window=dict(window=20), lengths=dict(lengths=(96, 50)), documents=dict(documents=24)
+    )
+    shape = benchmark.Shape("small", 2, 96, 4, 2, 64, True, **changes[name])
+    (q, k, v, _), _, arrays = benchmark._inputs(shape, "float32")
+    window = (shape.window, 0) if shape.window else None
+    given = arguments.Arguments(q, k, v, is_causal=True, local_window_size=window, **arrays)
+    problem, operands = arguments.normalize(given)
+    described, described_operands = shape.described("float32")
+    assert described.mask == problem.mask
+    pairs = visible_pairs(problem, operands)
+    assert visible_pairs(described, described_operands) == pairs
+    assert shape.flops("float32", backward=True) == 10 * 64 * pairs
+    assert shape.floor_ms("float32", backward=False) > 0

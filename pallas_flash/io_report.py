@@ -24,7 +24,7 @@ from pallas_flash.problem import DTYPES, Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, visible_pairs
 
 SPEEDS, LIMITS = hardware.H200, hardware.SM90
-FIRST_PLOTTED = 128
+FIRST_PLOTTED, LONGEST = 128, 2**20
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -150,11 +150,11 @@ class Model:
         return dataclasses.replace(self, problem=problem)
 
     def first_length(self, holds: Callable[["Model"], bool]) -> int | None:
-        """The least T, a multiple of 64, from which on `holds`; None up to 2^22."""
+        """The least T, a multiple of 64, from which on `holds`; None up to LONGEST."""
         multiple = 1
         while not holds(self.at(64 * multiple)):
             multiple *= 2
-            if multiple > 2**16:
+            if multiple > LONGEST // 64:
                 return None
         lo, hi = multiple // 2, multiple
         while hi - lo > 1:
@@ -173,11 +173,18 @@ def _naive_leaves_l2(model: Model) -> bool:
     return model.estimates(False)[1].residency.regime != io_model.RESIDENT
 
 
+def _tiled_is_below(model: Model) -> bool:
+    found = [model.estimates(backward) for backward in model.directions]
+    naive, tiled = (sum(e[i].floor_s(SPEEDS) for e in found) for i in (1, -1))
+    return tiled < naive
+
+
 def crossovers(model: Model) -> dict[str, int | None]:
-    """Lengths at which something changes, forward."""
+    """Lengths from which on something holds; the last for all directions that are asked for."""
     return {
         "compute_bound_from": model.first_length(_is_compute_bound),
         "scores_leave_l2_from": model.first_length(_naive_leaves_l2),
+        "tiled_floor_below_naive_from": model.first_length(_tiled_is_below),
     }
 
 
@@ -327,12 +334,13 @@ def _sweep_lines(model: Model, backward: bool) -> list[str]:
 
 def _crossover_lines(model: Model) -> list[str]:
     found = crossovers(model)
-    compute, scores = found["compute_bound_from"], found["scores_leave_l2_from"]
-    at = lambda length: "no length up to 4194304" if length is None else f"T {length}"
-    return [
-        f"each byte once, forward: bound by the matrix products from {at(compute)} on",
-        f"naive, forward: scores too large to stay in L2 from {at(scores)} on",
-    ]
+    told = {
+        "each byte once, forward: bound by the matrix products": "compute_bound_from",
+        "naive, forward: scores too large to stay in L2": "scores_leave_l2_from",
+        "tiled: least time below that of naive, fused softmax": "tiled_floor_below_naive_from",
+    }
+    at = lambda length: f"at no T up to {LONGEST}" if length is None else f"from T {length} on"
+    return [f"{what} {at(found[name])}" for what, name in told.items()]
 
 
 def _ring(model: Model, devices: int, bandwidth: int, backward: bool) -> link_model.RingStep:
@@ -461,6 +469,7 @@ def plot(model: Model, path: Path) -> None:
     marks = (
         ("bound by products", ":", at["compute_bound_from"]),
         ("naive: scores leave L2", "-.", at["scores_leave_l2_from"]),
+        ("tiled below naive", "--", at["tiled_floor_below_naive_from"]),
     )
     for label, style, length in marks:
         if length is not None and lengths[0] <= length <= lengths[-1]:

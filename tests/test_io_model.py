@@ -353,6 +353,15 @@ def test_cost_estimates_of_the_kernels_are_the_counts(deterministic):
         assert estimate.transcendentals * 2 * 128 == one.products[0].flops
 
 
+def test_explain_tells_the_traffic():
+    q = jax.ShapeDtypeStruct((1, 4096, 16, 128), "bfloat16")
+    with dispatch.assume_device("gpu", (9, 0)):
+        notes = pallas_flash.explain(q, q, q).notes
+    naive, _, _, kernels = io_model.estimates(_problem())
+    told = f"device memory, forward and backward: {kernels.memory.total / 1e6:.0f} and "
+    assert notes[-1].startswith(told) and f"stored {naive.memory.total / 1e6:.0f} and" in notes[-1]
+
+
 @pytest.mark.parametrize("name", ["window", "lengths", "documents"])
 def test_benchmark_describes_what_it_runs(name):
     changes = dict(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import dropout, tuned
+from pallas_flash import dropout, io_kernels, io_model, tuned
 from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
@@ -57,7 +57,7 @@ def _is_shared_bias(problem: Problem) -> bool:
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
-    """What the layout of this problem costs beyond its own work."""
+    """What the layout of this problem costs beyond its own work, and what memory traffic it has."""
     found = []
     for name, arrays in (("q_len", "query, out and their gradients"), ("kv_len", "key and value")):
         size = getattr(problem, name)
@@ -69,7 +69,15 @@ def notes(problem: Problem) -> tuple[str, ...]:
             padded = _round_up(size, tile)
             if size != padded:
                 found.append(f"{name}={size} is padded to {padded} in the {way}: copies, and work")
-    return tuple(found)
+    return (*found, _traffic(problem))
+
+
+def _traffic(problem: Problem) -> str:
+    """Device memory by the IO model, lengths and windows and such hiding nothing."""
+    known = io_kernels.known_ahead(problem)
+    found = [io_model.estimates(known, backward=backward) for backward in (False, True)]
+    ours, naive = (" and ".join(f"{e[i].memory.total / 1e6:.0f}" for e in found) for i in (-1, 1))
+    return f"device memory, forward and backward: {ours} MB; with scores stored {naive} MB"
 
 
 class _Arrays(NamedTuple):

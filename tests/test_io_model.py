@@ -21,6 +21,7 @@ from pallas_flash import (
     io_kernels,
     io_model,
     io_report,
+    io_sweep,
     link_model,
     masks,
 )
@@ -249,7 +250,7 @@ def test_json_is_the_model(capsys):
             assert algorithms[e.algorithm]["floor_s"] == e.floor_s()
         assert told[direction]["sweep"][-1]["seq_len"] == 2048
         ring = link_model.ring_step(problem, 2, 50e9, is_causal=True, backward=backward)
-        assert told["ring"][direction] == ring._asdict()
+        assert told["ring"]["link"][direction] == ring._asdict()
     assert told["visible_pairs"] == visible_pairs(problem)
 
 
@@ -289,7 +290,7 @@ def test_module_is_a_program():
 def test_crossover_is_where_floors_meet():
     options = io_report._parser().parse_args(SHAPE.split())
     problem, operands = io_report._problem(options)
-    at = io_report.crossovers(io_report.Model(problem, operands, 2**18, False))
+    at = io_sweep.crossovers(io_sweep.Study(problem, operands, 2**18, False))
     length = at["compute_bound_from"]
     assert length is not None
     speeds = hardware.H200

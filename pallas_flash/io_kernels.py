@@ -16,11 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_flash import config, masks, tuned
+from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
 from pallas_flash.io_counts import FLOAT32_BYTES, Access, Counts, Pass, Product, Sizes, once, sizes
 from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks
 
-ROW_TILE = 8  # the kernels' arrays have whole groups of 8 positions
+FEW_QUERIES = 8  # up to which a call may be run in another arrangement
 STRIP = 64  # queries of a warpgroup, and of a block of the backward's first and last kernel
 
 
@@ -30,14 +31,17 @@ def refusal(problem: Problem) -> str:
         return f"no kernel takes {problem.dtype}: float16 and bfloat16 only"
     if max(problem.head_dim, problem.head_dim_v) > max(tuned.HEAD_DIMS):
         return f"no kernel takes head dims above {max(tuned.HEAD_DIMS)}"
+    if problem.q_len <= FEW_QUERIES:
+        return f"up to {FEW_QUERIES} queries are rearranged by kernels/sm90/few_queries.py"
     return ""
 
 
-def padded(problem: Problem) -> Problem:
-    """The problem with head dims as the kernels see them."""
-    up = lambda size: next(h for h in tuned.HEAD_DIMS if h >= size)
+def padded(problem: Problem, head_tile: int) -> Problem:
+    """The problem with head dims as a kernel sees them."""
     return dataclasses.replace(
-        problem, head_dim=up(problem.head_dim), head_dim_v=up(problem.head_dim_v)
+        problem,
+        head_dim=_up(problem.head_dim, head_tile),
+        head_dim_v=_up(problem.head_dim_v, head_tile),
     )
 
 
@@ -106,13 +110,13 @@ def _bias(problem: Problem, walks: Walks) -> tuple[Access, ...]:
     return (Access("bias", entries * item, math.prod(problem.bias_shape) * item),)
 
 
-def _copies(problem: Problem, source: str, inputs: dict[str, str], results: dict[str, str]):
+def _copies(problem: Problem, head_tile: int, inputs: dict[str, str], results: dict[str, str]):
     """The copies that ragged sizes cost: inputs padded, results cut; empty where none."""
-    wide = padded(problem)
+    wide, source = padded(problem, head_tile), "kernels/sm90/backend.py"
     ragged = problem.q_len % ROW_TILE or problem.kv_len % ROW_TILE
     if wide == problem and not ragged:
         return ()
-    old, new = sizes(problem)._asdict(), kernel_sizes(problem)._asdict()
+    old, new = sizes(problem)._asdict(), kernel_sizes(problem, head_tile)._asdict()
     moves = [(name, old[of], new[of]) for name, of in inputs.items()]
     moves += [(name, new[of], old[of]) for name, of in results.items()]
     moves = [move for move in moves if move[1] != move[2]]
@@ -120,9 +124,9 @@ def _copies(problem: Problem, source: str, inputs: dict[str, str], results: dict
     return (Pass("padded and cut copies", source, reads, once(**{n: b for n, _, b in moves})),)
 
 
-def kernel_sizes(problem: Problem) -> Sizes:
+def kernel_sizes(problem: Problem, head_tile: int) -> Sizes:
     """Bytes of the tensors as the kernels see them."""
-    rows, item, wide = _rows(problem), problem.np_dtype.itemsize, padded(problem)
+    rows, item, wide = _rows(problem), problem.np_dtype.itemsize, padded(problem, head_tile)
     return Sizes(
         q=rows.q * wide.head_dim * item,
         k=rows.kv * wide.head_dim * item,
@@ -132,9 +136,9 @@ def kernel_sizes(problem: Problem) -> Sizes:
     )
 
 
-def _keys_read(problem: Problem, walks: Walks, keys: int) -> tuple[Access, ...]:
+def _keys_read(wide: Problem, walks: Walks, keys: int) -> tuple[Access, ...]:
     """K and V, a tile for every visit; `keys` of them are different ones."""
-    wide, item = padded(problem), problem.np_dtype.itemsize
+    item = wide.np_dtype.itemsize
     return tuple(
         Access(name, walks.sum_across * d * item, keys * d * item)
         for name, d in (("k", wide.head_dim), ("v", wide.head_dim_v))
@@ -152,13 +156,16 @@ def forward_kernel(
       cut: the tiles; None: as tuned.
     """
     cut = cut or tuned.forward_of(problem)
-    walks, n = _walks(problem, operands, cut, at_least_one=True), kernel_sizes(problem)
-    wide, pairs = padded(problem), walks.count * cut.block_q * cut.block_kv
+    walks, n = (
+        _walks(problem, operands, cut, at_least_one=True),
+        kernel_sizes(problem, FORWARD_HEAD_TILE),
+    )
+    wide, pairs = padded(problem, FORWARD_HEAD_TILE), walks.count * cut.block_q * cut.block_kv
     keys = _touched_keys(problem, operands, cut, at_least_one=True)
     return Pass(
         "forward",
         "kernels/sm90/forward.py",
-        (*once(q=n.q), *_keys_read(problem, walks, keys), *_bias(problem, walks)),
+        (*once(q=n.q), *_keys_read(wide, walks, keys), *_bias(problem, walks)),
         once(out=n.out, lse=n.lse),
         (
             Product("S = Q K^T", 2 * pairs * wide.head_dim),
@@ -169,8 +176,8 @@ def forward_kernel(
 
 def kernels_forward(problem: Problem, operands: Operands = NO_OPERANDS) -> Counts:
     """The whole forward call."""
-    copies = _copies(problem, "kernels/sm90/backend.py", dict(q="q", k="k", v="v"), dict(out="out"))
-    lse = kernel_sizes(problem).lse
+    copies = _copies(problem, FORWARD_HEAD_TILE, dict(q="q", k="k", v="v"), dict(out="out"))
+    lse = kernel_sizes(problem, FORWARD_HEAD_TILE).lse
     return Counts(
         (*copies, forward_kernel(problem, operands)), (("lse", lse), *_copied_bytes(copies))
     )
@@ -190,7 +197,11 @@ def backward_kernel(
 ) -> Pass:
     """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory."""
     cut = cut or tuned.backward_of(problem)
-    n, wide, item = kernel_sizes(problem), padded(problem), problem.np_dtype.itemsize
+    n, wide, item = (
+        kernel_sizes(problem, BACKWARD_HEAD_TILE),
+        padded(problem, BACKWARD_HEAD_TILE),
+        problem.np_dtype.itemsize,
+    )
     by_kv = _walks(problem, operands, cut, by="kv", empty_too=True)
     walks = _walks(problem, operands, cut)
     queries = _touched(walks, problem, problem.num_q_heads)
@@ -240,8 +251,11 @@ def dq_kernel(
 ) -> Pass:
     """kernels/sm90/backward_dq.py, of the deterministic backward: walks keys like the forward."""
     cut = cut or tuned.dq_of(problem)
-    walks, n = _walks(problem, operands, cut, at_least_one=True), kernel_sizes(problem)
-    wide, pairs = padded(problem), walks.count * cut.block_q * cut.block_kv
+    walks, n = (
+        _walks(problem, operands, cut, at_least_one=True),
+        kernel_sizes(problem, BACKWARD_HEAD_TILE),
+    )
+    wide, pairs = padded(problem, BACKWARD_HEAD_TILE), walks.count * cut.block_q * cut.block_kv
     keys = _touched_keys(problem, operands, cut, at_least_one=True)
     statistic = _rows(problem).lse * FLOAT32_BYTES
     return Pass(
@@ -249,7 +263,7 @@ def dq_kernel(
         "kernels/sm90/backward_dq.py",
         (
             *once(q=n.q, dout=n.out),
-            *_keys_read(problem, walks, keys),
+            *_keys_read(wide, walks, keys),
             *once(lse=statistic, delta=statistic),
             *_bias(problem, walks),
         ),
@@ -276,7 +290,11 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
     Or, with `deterministic_backward`, no sums of dq but a kernel for it.
     """
     cut = tuned.backward_of(problem)
-    n, wide, item = kernel_sizes(problem), padded(problem), problem.np_dtype.itemsize
+    n, wide, item = (
+        kernel_sizes(problem, BACKWARD_HEAD_TILE),
+        padded(problem, BACKWARD_HEAD_TILE),
+        problem.np_dtype.itemsize,
+    )
     whole = _up(problem.q_len, cut.block_q)
     heads = problem.batch * problem.num_q_heads
     rows = _strips(problem, operands, _up(problem.q_len, ROW_TILE))
@@ -286,7 +304,7 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
     dots = rows * wide.head_dim_v * item
     copies = _copies(
         problem,
-        "kernels/sm90/backend.py",
+        BACKWARD_HEAD_TILE,
         dict(q="q", k="k", v="v", out="out", dout="out"),
         dict(dq="q", dk="k", dv="v"),
     )

@@ -122,7 +122,8 @@ def _problem(options: argparse.Namespace) -> tuple[Problem, Operands]:
 
 
 def _swept(q_len: int) -> list[int]:
-    return sorted({max(1, q_len // part) for part in (16, 8, 4, 2, 1)})
+    shorter = {q_len // part for part in (16, 8, 4, 2)}
+    return sorted({q_len} | {n for n in shorter if n > io_kernels.FEW_QUERIES})
 
 
 # --- as text -------------------------------------------------------------------------------------

@@ -407,7 +407,7 @@ def test_deterministic_backward_has_no_sums():
 def test_ragged_sizes_cost_copies():
     problem, _ = _problem(MASKS["full"], q_len=301, head_dim=80)
     copies, kernel = io_kernels.kernels_forward(problem).passes
-    q, padded_q = BATCH * HEADS * 301 * 80 * 2, BATCH * HEADS * 304 * 128 * 2
+    q, padded_q = BATCH * HEADS * 301 * 80 * 2, BATCH * HEADS * 304 * 80 * 2
     assert (q, padded_q) == (copies.reads[0].moved, copies.writes[0].moved)
     assert kernel.reads[0].moved == padded_q
     whole, _ = _problem(MASKS["full"])

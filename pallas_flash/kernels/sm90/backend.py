@@ -69,7 +69,7 @@ def notes(problem: Problem) -> tuple[str, ...]:
             padded = _round_up(size, tile)
             if size != padded:
                 found.append(f"{name}={size} is padded to {padded} in the {way}: copies, and work")
-    return (*found, _traffic(problem))
+    return tuple(found) if io_kernels.refusal(problem) else (*found, _traffic(problem))
 
 
 def _traffic(problem: Problem) -> str:

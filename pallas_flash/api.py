@@ -170,7 +170,8 @@ class Explanation:
       implementation: the one that would run, None when none can.
       device: what it would run on.
       verdicts: every backend's answer, in order of preference.
-      notes: what the chosen implementation does beyond the call's own work (copies, padding).
+      notes: what the chosen implementation does beyond the call's own work (copies, padding), and
+        the device memory traffic that the IO model predicts.
     """
 
     implementation: str | None

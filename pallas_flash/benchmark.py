@@ -9,7 +9,9 @@ Every result is checked before it is timed, against a peer or, where none takes 
 our XLA implementation or our other backward (`--deterministic`). On a GPU a time is that of the
 kernels (CUPTI: three warm-ups, then the median of ten launches), elsewhere wall time. `forward` is
 the call alone, `backward` is forward+backward minus forward, so it includes everything a gradient
-needs. These are bursts, not what a power-limited card holds for seconds: read the ratios.
+needs. TFLOP/s are of the products over visible pairs; floor/time is the least time that these and
+the bytes of inputs and results can take on an H200 (`io_model`). These are bursts, not what a
+power-limited card holds for seconds: read the ratios.
 """
 
 import argparse
@@ -25,8 +27,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_flash
+from pallas_flash import io_model, masks
+from pallas_flash.problem import Operands, Problem
+from pallas_flash.tile_walks import NO_OPERANDS
 
 WARM_UPS = 3
 LAUNCHES = 10
@@ -60,23 +66,42 @@ class Shape:
     bias: str | None = None
     soft_cap: float | None = None
 
-    @property
-    def forward_flops(self) -> float:
-        """2 N (H + Hv) a pair, of the pairs that true lengths, documents and a window leave.
+    def described(self, dtype: Any) -> tuple[Problem, Operands]:
+        """For the IO model: the problem, and what its mask needs."""
+        mask, operands = masks.And(), NO_OPERANDS
+        if self.causal:
+            mask &= masks.Causal()
+        if self.window:
+            mask &= masks.Window(True, True)
+            operands = operands._replace(window=np.array((self.window, 0)))
+        if self.lengths is not None:
+            mask &= masks.Lengths(True, True)
+            lengths = np.array(self.lengths)
+            operands = operands._replace(query_lengths=lengths, kv_lengths=lengths)
+        if self.documents:
+            mask &= masks.Segments()
+            ids = np.arange(self.length)[None] // self.documents
+            operands = operands._replace(query_segments=ids, kv_segments=ids)
+        problem = Problem(
+            batch=self.batch,
+            q_len=self.length,
+            kv_len=self.length,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v or self.head_dim,
+            dtype=jnp.dtype(dtype).name,
+            mask=mask,
+        )
+        return problem, operands
 
-        Half of them when causal: 4 B N T^2 H without any of these.
-        """
-        seen = self.window + 1 if self.window else (self.documents or self.length)
-        pairs = sum(n * n for n in self.lengths or (self.length,) * self.batch)
-        pairs *= seen / self.length
-        if self.causal and not self.window:
-            pairs /= 2
-        return 2 * self.num_q_heads * pairs * (self.head_dim + (self.head_dim_v or self.head_dim))
+    def flops(self, dtype: Any, *, backward: bool) -> int:
+        """Of the products over the pairs that are visible: two forward, five backward."""
+        return io_model.visible_flops(*self.described(dtype), backward=backward)
 
-    @property
-    def backward_flops(self) -> float:
-        """Five products where the forward has two."""
-        return 2.5 * self.forward_flops
+    def floor_ms(self, dtype: Any, *, backward: bool) -> float:
+        """The least time on an H200."""
+        return 1e3 * io_model.problem_floor_s(*self.described(dtype), backward=backward)
 
 
 def _dense(head_dim: int, length: int, causal: bool, tokens: int = 16_384, width: int = 2048):
@@ -257,18 +282,21 @@ def run_shape(shape: Shape, dtype: Any, deterministic: bool = False) -> dict:
             result["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         backward_ms = both_ms - forward_ms
-        result |= dict(
-            forward_ms=forward_ms,
-            both_ms=both_ms,
-            backward_ms=backward_ms,
-            forward_tflops=shape.forward_flops / forward_ms / 1e9,
-            backward_tflops=shape.backward_flops / backward_ms / 1e9,
-        )
+        result |= dict(forward_ms=forward_ms, both_ms=both_ms, backward_ms=backward_ms)
     return row
 
 
-def _print_row(row: dict) -> None:
-    results = row["results"]
+def _shape_of(row: dict) -> Shape:
+    """The shape of a row, also of one that was read from a file."""
+    given = {f.name: row[f.name] for f in dataclasses.fields(Shape) if f.name in row}
+    return Shape(**given)
+
+
+def _print_row(row: dict, dtype: Any) -> None:
+    results, shape = row["results"], _shape_of(row)
+    flops, floors = (
+        {b: of(dtype, backward=b) for b in (False, True)} for of in (shape.flops, shape.floor_ms)
+    )
     peers = {n: r for n, r in results.items() if n not in ("pallas_flash", "deterministic")}
     for name in sorted(results, key=lambda n: n != "pallas_flash"):
         result = results[name]
@@ -277,9 +305,16 @@ def _print_row(row: dict) -> None:
             continue
         line = (
             f"{row['name']:32s} {name:14s}"
-            f" fwd {result['forward_ms']:8.3f} ms {result['forward_tflops']:6.1f} TFLOP/s"
-            f" bwd {result['backward_ms']:8.3f} ms {result['backward_tflops']:6.1f} TFLOP/s"
+            f" fwd {result['forward_ms']:8.3f} ms {flops[False] / result['forward_ms'] / 1e9:6.1f}"
+            f" TFLOP/s bwd {result['backward_ms']:8.3f} ms"
+            f" {flops[True] / result['backward_ms'] / 1e9:6.1f} TFLOP/s"
         )
+        if jax.default_backend() == "gpu":
+            shares = (
+                100 * floors[b] / result[f"{way}_ms"]
+                for b, way in ((False, "forward"), (True, "backward"))
+            )
+            line += " floor/time {:3.0f} % {:3.0f} %".format(*shares)
         if name == "pallas_flash":
             for label, what in (("fwd", "forward_ms"), ("bwd", "backward_ms")):
                 best = min((r[what] for r in peers.values() if what in r), default=math.nan)
@@ -299,11 +334,13 @@ def markdown_table(told: dict) -> str:
         peers = [r for n, r in results.items() if n not in ("pallas_flash", "deterministic")]
         cells = [row["name"]]
         for what in ("forward", "backward"):
-            cells.append(f"{ours[what + '_tflops']:.0f}")
+            flops = _shape_of(row).flops(told["dtype"], backward=what == "backward")
+            mine = ours[what + "_ms"]
+            cells.append(f"{flops / mine / 1e9:.0f}")
             if peers:
-                best = min(peers, key=lambda r, w=what: r[w + "_ms"])
-                cells.append(f"{best[what + '_tflops']:.0f}")
-                cells.append(f"{best[what + '_ms'] / ours[what + '_ms']:.2f}")
+                best = min(r[what + "_ms"] for r in peers)
+                cells.append(f"{flops / best / 1e9:.0f}")
+                cells.append(f"{best / mine:.2f}")
             else:
                 cells += ["refused", ""]
         lines.append("| " + " | ".join(cells) + " |")
@@ -338,7 +375,7 @@ def main(argv: list[str] | None = None) -> None:
     for shape in shapes:
         if any(part in shape.name for part in options.only.split(",")):
             rows.append(run_shape(shape, dtype, options.deterministic))
-            _print_row(rows[-1])
+            _print_row(rows[-1], dtype)
             if options.json:
                 told = dict(device=device, jax=jax.__version__, dtype=jnp.dtype(dtype).name)
                 options.json.write_text(json.dumps(told | {"rows": rows}, indent=1) + "\n")

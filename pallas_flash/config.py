@@ -2,6 +2,10 @@
 
 import dataclasses
 
+ROW_TILE = 8  # a swizzled TMA copy moves 8 rows at a time
+FORWARD_HEAD_TILE = 16  # a tensor core sums over 16 at a time, and 32 bytes can be swizzled
+BACKWARD_HEAD_TILE = 64  # 128 bytes, the widest swizzle: consumers take halves of dq's columns
+
 
 def _require(ok: bool, message: str) -> None:
     if not ok:

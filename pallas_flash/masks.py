@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-Int = Any  # an int, or an int32 scalar (traced, or read inside a kernel)
+# An int, an int32 scalar (traced, or read inside a kernel), or a NumPy array of ints: many tiles
+# at once, for whoever counts them on the host.
+Int = Any
 
 
 class MaskValues(NamedTuple):
@@ -41,33 +44,41 @@ class MaskValues(NamedTuple):
     dense: Any = None
 
 
+def _on_host(*values: Int) -> bool:
+    return all(isinstance(x, (int, np.ndarray)) for x in values)
+
+
 def _i32(x: Int) -> Int:
-    """Python ints stay ints; arrays become int32 (mixed widths do not lower under x64)."""
-    return x if isinstance(x, int) else lax.convert_element_type(x, jnp.int32)
+    """Host numbers stay as they are; arrays become int32 (mixed widths do not lower under x64)."""
+    return x if _on_host(x) else lax.convert_element_type(x, jnp.int32)
 
 
-def _combine(pick_int, pick_array, a: Int | None, b: Int | None) -> Any:
+def _combine(pick_int, pick_numpy, pick_array, a: Int | None, b: Int | None) -> Any:
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, int) and isinstance(b, int):
         return pick_int(a, b)
+    if _on_host(a, b):
+        return pick_numpy(a, b)
     return pick_array(jnp.int32(a), jnp.int32(b))
 
 
 def smaller(a: Int | None, b: Int | None) -> Any:
     """The smaller of two bounds; None is no bound."""
-    return _combine(min, lax.min, a, b)
+    return _combine(min, np.minimum, lax.min, a, b)
 
 
 def larger(a: Int | None, b: Int | None) -> Any:
     """The larger of two bounds; None is no bound."""
-    return _combine(max, lax.max, a, b)
+    return _combine(max, np.maximum, lax.max, a, b)
 
 
 def _only_if_positive(count: Int, hi: Int) -> Int:
     """`hi` where count > 0, else 0: an interval that starts at 0 or later becomes empty."""
     if isinstance(count, int):
         return hi if count > 0 else 0
+    if _on_host(count, hi):
+        return np.where(count > 0, hi, 0)
     return jnp.where(count > 0, jnp.int32(hi), jnp.int32(0))
 
 

@@ -10,7 +10,8 @@ because it compiles clean and fits, by analogy with its neighbours, and is to be
 import dataclasses
 
 from pallas_flash import hardware
-from pallas_flash.config import BackwardConfig, DqConfig, ForwardConfig
+from pallas_flash.config import FORWARD_HEAD_TILE, BackwardConfig, DqConfig, ForwardConfig
+from pallas_flash.problem import LOW_PRECISION, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,3 +189,46 @@ def tuned_backward(head_dim: int, head_dim_v: int, *, is_masked: bool) -> Tuned[
 def tuned_dq(head_dim: int, head_dim_v: int) -> Tuned[DqConfig]:
     """The row of the dq kernel; arguments as `tuned_forward`."""
     return _DQ[_row(head_dim, head_dim_v)]
+
+
+def forward_of(problem: Problem) -> ForwardConfig:
+    """The configuration that the forward of this problem is launched with."""
+    up = lambda head_dim: -(-head_dim // FORWARD_HEAD_TILE) * FORWARD_HEAD_TILE
+    return tuned_forward(
+        up(problem.head_dim),
+        up(problem.head_dim_v),
+        is_masked=_is_masked(problem),
+        has_terms=_has_terms(problem) or not problem.mask.is_bounds,
+        bias_bytes=bias_bytes(problem),
+    ).config
+
+
+def backward_of(problem: Problem) -> BackwardConfig:
+    """Of its fused backward."""
+    return tuned_backward(
+        problem.head_dim, problem.head_dim_v, is_masked=_is_masked(problem)
+    ).config
+
+
+def dq_of(problem: Problem) -> DqConfig:
+    """Of the dq kernel of its deterministic backward."""
+    return tuned_dq(problem.head_dim, problem.head_dim_v).config
+
+
+def bias_bytes(problem: Problem) -> int | None:
+    """Of an entry of the bias as the kernels read it; None without one."""
+    if problem.bias_dtype is None:
+        return None
+    return 2 if problem.bias_dtype in (dtype.name for dtype in LOW_PRECISION) else 4
+
+
+def _has_terms(problem: Problem) -> bool:
+    terms = (problem.bias_shape, problem.soft_cap, problem.alibi_shift)
+    return any(x is not None for x in terms) or problem.has_sinks or problem.dropout_rate > 0
+
+
+def _is_masked(problem: Problem) -> bool:
+    # Ragged and short keys and further terms run best with the rows tuned for masks: the unmasked
+    # ones spill there.
+    is_ragged = problem.kv_len % 128 != 0 or problem.kv_len < 1024
+    return bool(problem.mask.parts()) or is_ragged or _has_terms(problem)

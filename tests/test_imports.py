@@ -17,7 +17,9 @@ STREET = (  # a module imports from its own row or from rows below it
     "autodiff",
     "dispatch",
     "kernels",
-    "arguments tile_math dropout tuned reference io_model",
+    "arguments tile_math dropout reference io_model io_sweep io_report",
+    "io_counts io_kernels link_model",
+    "tile_walks tuned",
     "problem",
     "masks config hardware aot",
 )

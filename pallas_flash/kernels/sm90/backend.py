@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import dropout, tuned
+from pallas_flash import dropout, io_kernels, io_model, tuned
+from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
 from pallas_flash.kernels.sm90 import few_queries
@@ -24,9 +25,6 @@ from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 # Gradients that the kernels give; others come from the formula.
 MADE_BY_KERNELS = frozenset({"query", "key", "value", "scale", "bias", "sinks"})
 MAX_HEAD_DIM = 256
-ROW_TILE = 8  # a swizzled TMA copy moves 8 rows at a time
-FORWARD_HEAD_TILE = 16  # a tensor core sums over 16 at a time, and 32 bytes can be swizzled
-BACKWARD_HEAD_TILE = 64  # 128 bytes, the widest swizzle: consumers take halves of dq's columns
 
 
 def supports(problem: Problem) -> tuple[bool, str]:
@@ -59,7 +57,7 @@ def _is_shared_bias(problem: Problem) -> bool:
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
-    """What the layout of this problem costs beyond its own work."""
+    """What the layout of this problem costs beyond its own work, and what memory traffic it has."""
     found = []
     for name, arrays in (("q_len", "query, out and their gradients"), ("kv_len", "key and value")):
         size = getattr(problem, name)
@@ -71,7 +69,15 @@ def notes(problem: Problem) -> tuple[str, ...]:
             padded = _round_up(size, tile)
             if size != padded:
                 found.append(f"{name}={size} is padded to {padded} in the {way}: copies, and work")
-    return tuple(found)
+    return tuple(found) if io_kernels.refusal(problem) else (*found, _traffic(problem))
+
+
+def _traffic(problem: Problem) -> str:
+    """Device memory by the IO model, lengths and windows and such hiding nothing."""
+    known = io_kernels.known_ahead(problem)
+    found = [io_model.estimates(known, backward=backward) for backward in (False, True)]
+    ours, naive = (" and ".join(f"{e[i].memory.total / 1e6:.0f}" for e in found) for i in (-1, 1))
+    return f"device memory, forward and backward: {ours} MB; with scores stored {naive} MB"
 
 
 class _Arrays(NamedTuple):
@@ -205,17 +211,6 @@ def _launch_arguments(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
     )
 
 
-def _tuning_key(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
-    # Ragged and short keys and further terms run best with the rows tuned for masks: the unmasked
-    # ones spill there.
-    is_ragged = problem.kv_len % 128 != 0 or problem.kv_len < 1024
-    return dict(
-        head_dim=arrays.q.shape[-1],
-        head_dim_v=arrays.v.shape[-1],
-        is_masked=bool(problem.mask.parts()) or is_ragged or bool(arrays.extras.present()),
-    )
-
-
 def forward(problem: Problem, operands: Operands):
     """out (B, T, N, Hv) and lse (B, N, T), float32, natural log."""
     arrays = _arrays(problem, operands, FORWARD_HEAD_TILE)
@@ -226,19 +221,12 @@ def forward(problem: Problem, operands: Operands):
 def _run_forward(problem: Problem, arrays: _Arrays):
     if few_queries.applies(problem, arrays.extras):
         return _run_few_queries(problem, arrays)
-    bias = arrays.extras.bias
-    bounds = {"query_lengths", "kv_lengths", "window"}
-    config = tuned.tuned_forward(
-        **_tuning_key(problem, arrays),
-        has_terms=not arrays.extras.present() <= bounds or problem.dropout_rate > 0,
-        bias_bytes=None if bias is None else bias.dtype.itemsize,
-    ).config
     out, lse = forward_kernel.flash_forward(
         arrays.q,
         arrays.k,
         arrays.v,
         arrays.scale,
-        config=config,
+        config=tuned.forward_of(problem),
         **_launch_arguments(problem, arrays),
     )
     return out, lse[:, :, : problem.q_len]
@@ -309,12 +297,11 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
         row = jax.lax.broadcasted_iota(jnp.int32, delta.shape, 2)
         delta = jnp.where(row < extras.query_lengths[:, None, None], delta, 0.0)
     delta = delta - dlse  # (B, N, T)
-    config = tuned.tuned_backward(**_tuning_key(problem, arrays)).config
     inputs = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
     deterministic = problem.deterministic_backward
     dq, dk, dv, dbias = backward_kernel.flash_backward(
         *inputs,
-        config=config,
+        config=tuned.backward_of(problem),
         make_dq=not deterministic,
         make_dbias="bias" in wanted,
         dq_factor=None if "scale" in wanted else scale,
@@ -329,7 +316,7 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     if deterministic:
         dq = dq_kernel.flash_backward_dq(
             *inputs,
-            config=tuned.tuned_dq(arrays.q.shape[-1], arrays.v.shape[-1]).config,
+            config=tuned.dq_of(problem),
             out_float32=not scaled,
             **_launch_arguments(problem, arrays),
         )

@@ -50,13 +50,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import dropout, masks, tile_math
+from pallas_flash import dropout, io_kernels, masks, tile_math
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import backward_keys, backward_roles
 from pallas_flash.kernels.sm90.backward_common import Block, Gmem, Launch
 from pallas_flash.kernels.sm90.backward_ends import finish_dq, zeros_after
 from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, with_bias
+from pallas_flash.kernels.sm90.cost import cost_estimate
 from pallas_flash.kernels.sm90.smem import check_smem
 from pallas_flash.kernels.sm90.tails import tail_tile
 from pallas_flash.kernels.sm90.visits import prepared
@@ -279,6 +280,7 @@ def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:
         num_threads=common.CONSUMERS + 1,
         thread_name="wg",
         kernel_name="flash_backward",
+        **cost_estimate(launch, io_kernels.backward_kernel, make_dq=launch.make_dq),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,

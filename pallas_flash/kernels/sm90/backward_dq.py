@@ -42,10 +42,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import dropout, masks, tile_math
+from pallas_flash import dropout, io_kernels, masks, tile_math
 from pallas_flash.config import DqConfig
 from pallas_flash.kernels.sm90 import logits, registers, smem, tails, tiles
 from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, div, rem
+from pallas_flash.kernels.sm90.cost import cost_estimate
 from pallas_flash.kernels.sm90.visits import prepared
 
 Array = Any
@@ -152,6 +153,7 @@ def flash_backward_dq(
         grid_names=("block",),
         num_threads=config.compute_wgs + 1,
         thread_name="wg",
+        **cost_estimate(plan, io_kernels.dq_kernel),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0

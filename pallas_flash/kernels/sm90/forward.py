@@ -53,7 +53,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import dropout, hardware, masks, tile_math
+from pallas_flash import dropout, hardware, io_kernels, masks, tile_math
 from pallas_flash.config import ForwardConfig
 from pallas_flash.kernels.sm90 import logits, registers, smem, tails, tiles
 from pallas_flash.kernels.sm90.call import (
@@ -64,6 +64,7 @@ from pallas_flash.kernels.sm90.call import (
     rem,
     with_bias,
 )
+from pallas_flash.kernels.sm90.cost import cost_estimate
 from pallas_flash.kernels.sm90.visits import prepared
 
 _SUM_COLS = 8  # columns of the running row sums: 2 a lane, so a step needs no shuffle
@@ -170,6 +171,7 @@ def flash_forward(
         grid_names=("block",),
         num_threads=config.compute_wgs + 1,
         thread_name="wg",
+        **cost_estimate(plan, io_kernels.forward_kernel),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0

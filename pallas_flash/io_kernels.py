@@ -1,0 +1,341 @@
+"""Bytes and products of our Hopper kernels, with the tiles that they launch: exact integers.
+
+Forward and backward as passes, like the algorithms of `io_counts`. What a pass moves is the traffic
+between L2 and shared memory: copies by TMA, which leave out what lies past an array's end, and the
+adds into dq, which L2 carries out. What of it is distinct is the least that device memory sees.
+
+Not counted, being a hundredth of the rest or less: scalars, schedules and tables of visits, mask
+bits, segment ids, dropout counters, the copied tile that a length cuts. Nor is what a gradient of
+the bias takes.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from pallas_flash import config, masks, tuned
+from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
+from pallas_flash.io_counts import FLOAT32_BYTES, Access, Counts, Pass, Product, Sizes, once, sizes
+from pallas_flash.problem import LOW_PRECISION, Operands, Problem
+from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks
+
+FEW_QUERIES = 8  # up to which a call may be run in another arrangement
+STRIP = 64  # queries of a warpgroup, and of a block of the backward's first and last kernel
+
+
+def refusal(problem: Problem) -> str:
+    """Why there are no kernels to count for this problem, or the empty string."""
+    if problem.np_dtype not in LOW_PRECISION:
+        return f"no kernel takes {problem.dtype}: float16 and bfloat16 only"
+    if max(problem.head_dim, problem.head_dim_v) > max(tuned.HEAD_DIMS):
+        return f"no kernel takes head dims above {max(tuned.HEAD_DIMS)}"
+    if problem.q_len <= FEW_QUERIES:
+        return f"up to {FEW_QUERIES} queries are rearranged by kernels/sm90/few_queries.py"
+    return ""
+
+
+def padded(problem: Problem, head_tile: int) -> Problem:
+    """The problem with head dims as a kernel sees them."""
+    return dataclasses.replace(
+        problem,
+        head_dim=_up(problem.head_dim, head_tile),
+        head_dim_v=_up(problem.head_dim_v, head_tile),
+    )
+
+
+def known_ahead(problem: Problem) -> Problem:
+    """The problem with what its mask hides whatever the arrays of the call hold."""
+    parts = tuple(part for part in problem.mask.parts() if isinstance(part, masks.Causal))
+    return dataclasses.replace(problem, mask=masks.And(parts))
+
+
+class _Rows(NamedTuple):
+    """Positions of all batch rows and heads, in whole groups of ROW_TILE."""
+
+    q: int
+    kv: int
+    lse: int
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _rows(problem: Problem) -> _Rows:
+    of_q = problem.batch * problem.num_q_heads
+    return _Rows(
+        q=of_q * _up(problem.q_len, ROW_TILE),
+        kv=problem.batch * problem.num_kv_heads * _up(problem.kv_len, ROW_TILE),
+        lse=of_q * _up(problem.q_len, STRIP),
+    )
+
+
+def _walks(problem: Problem, operands: Operands, cut, **kwargs) -> Walks:
+    return tile_walks(problem, operands, cut.block_q, cut.block_kv, row_tile=ROW_TILE, **kwargs)
+
+
+def _touched(walks: Walks, problem: Problem, heads: int) -> int:
+    """Positions of own tiles that anything visits; `heads` share an array each."""
+    visited = walks.tiles > 0
+    if visited.shape[1] > 1:  # heads of a group have their K and V in common
+        visited = visited.reshape(visited.shape[0], heads, -1, visited.shape[2]).any(2)
+    rows = (visited * walks.own).sum()
+    return int(rows) * (problem.batch // visited.shape[0]) * (heads // visited.shape[1])
+
+
+def _touched_keys(problem: Problem, operands: Operands, cut, *, at_least_one: bool) -> int:
+    """Keys that some q tile visits, of all batch rows and kv heads."""
+    by_kv = _walks(problem, operands, cut, by="kv")
+    if at_least_one:
+        by_q = _walks(problem, operands, cut)
+        nobody = (by_q.tiles == 0).any(-1)
+        by_kv.tiles[..., 0] += nobody
+    return _touched(by_kv, problem, problem.num_kv_heads)
+
+
+def _bias(problem: Problem, walks: Walks) -> tuple[Access, ...]:
+    """The bias, for walks by q; of an axis along which it is repeated a tile reads one entry."""
+    item = tuned.bias_bytes(problem)
+    if problem.bias_shape is None or item is None:
+        return ()
+    _, _, rows, columns = problem.bias_shape
+    entries = {
+        (True, True): walks.pairs,
+        (True, False): walks.sum_own,
+        (False, True): walks.sum_across,
+        (False, False): walks.count,
+    }[rows > 1, columns > 1]
+    return (Access("bias", entries * item, math.prod(problem.bias_shape) * item),)
+
+
+def _copies(problem: Problem, head_tile: int, inputs: dict[str, str], results: dict[str, str]):
+    """The copies that ragged sizes cost: inputs padded, results cut; empty where none."""
+    wide, source = padded(problem, head_tile), "kernels/sm90/backend.py"
+    ragged = problem.q_len % ROW_TILE or problem.kv_len % ROW_TILE
+    if wide == problem and not ragged:
+        return ()
+    old, new = sizes(problem)._asdict(), kernel_sizes(problem, head_tile)._asdict()
+    moves = [(name, old[of], new[of]) for name, of in inputs.items()]
+    moves += [(name, new[of], old[of]) for name, of in results.items()]
+    moves = [move for move in moves if move[1] != move[2]]
+    reads = once(**{name: min(a, b) for name, a, b in moves})
+    return (Pass("padded and cut copies", source, reads, once(**{n: b for n, _, b in moves})),)
+
+
+def kernel_sizes(problem: Problem, head_tile: int) -> Sizes:
+    """Bytes of the tensors as the kernels see them."""
+    rows, item, wide = _rows(problem), problem.np_dtype.itemsize, padded(problem, head_tile)
+    return Sizes(
+        q=rows.q * wide.head_dim * item,
+        k=rows.kv * wide.head_dim * item,
+        v=rows.kv * wide.head_dim_v * item,
+        out=rows.q * wide.head_dim_v * item,
+        lse=rows.lse * FLOAT32_BYTES,
+    )
+
+
+def _keys_read(wide: Problem, walks: Walks, keys: int) -> tuple[Access, ...]:
+    """K and V, a tile for every visit; `keys` of them are different ones."""
+    item = wide.np_dtype.itemsize
+    return tuple(
+        Access(name, walks.sum_across * d * item, keys * d * item)
+        for name, d in (("k", wide.head_dim), ("v", wide.head_dim_v))
+    )
+
+
+def forward_kernel(
+    problem: Problem, operands: Operands = NO_OPERANDS, cut: config.ForwardConfig | None = None
+) -> Pass:
+    """kernels/sm90/forward.py: a q tile once, a tile of K and V for each step of its walk.
+
+    Args:
+      problem: what `refusal` has no objection to.
+      operands: what the mask needs, concrete.
+      cut: the tiles; None: as tuned.
+    """
+    cut = cut or tuned.forward_of(problem)
+    walks, n = (
+        _walks(problem, operands, cut, at_least_one=True),
+        kernel_sizes(problem, FORWARD_HEAD_TILE),
+    )
+    wide, pairs = padded(problem, FORWARD_HEAD_TILE), walks.count * cut.block_q * cut.block_kv
+    keys = _touched_keys(problem, operands, cut, at_least_one=True)
+    return Pass(
+        "forward",
+        "kernels/sm90/forward.py",
+        (*once(q=n.q), *_keys_read(wide, walks, keys), *_bias(problem, walks)),
+        once(out=n.out, lse=n.lse),
+        (
+            Product("S = Q K^T", 2 * pairs * wide.head_dim),
+            Product("O = P V", 2 * pairs * wide.head_dim_v),
+        ),
+    )
+
+
+def kernels_forward(problem: Problem, operands: Operands = NO_OPERANDS) -> Counts:
+    """The whole forward call."""
+    copies = _copies(problem, FORWARD_HEAD_TILE, dict(q="q", k="k", v="v"), dict(out="out"))
+    lse = kernel_sizes(problem, FORWARD_HEAD_TILE).lse
+    return Counts(
+        (*copies, forward_kernel(problem, operands)), (("lse", lse), *_copied_bytes(copies))
+    )
+
+
+def _copied_bytes(copies: tuple[Pass, ...]) -> tuple[tuple[str, int], ...]:
+    size = sum(a.moved for p in copies for a in p.writes)
+    return (("padded copies", size),) if size else ()
+
+
+def backward_kernel(
+    problem: Problem,
+    operands: Operands = NO_OPERANDS,
+    cut: config.BackwardConfig | None = None,
+    *,
+    make_dq: bool = True,
+) -> Pass:
+    """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory."""
+    cut = cut or tuned.backward_of(problem)
+    n, wide, item = (
+        kernel_sizes(problem, BACKWARD_HEAD_TILE),
+        padded(problem, BACKWARD_HEAD_TILE),
+        problem.np_dtype.itemsize,
+    )
+    by_kv = _walks(problem, operands, cut, by="kv", empty_too=True)
+    walks = _walks(problem, operands, cut)
+    queries = _touched(walks, problem, problem.num_q_heads)
+    visited = lambda name, d: Access(name, by_kv.sum_across * d * item, queries * d * item)
+    statistic = by_kv.count * cut.block_q * FLOAT32_BYTES
+    statistic_once = _touched_tiles(walks, problem) * cut.block_q * FLOAT32_BYTES
+    blocks = problem.batch * problem.num_kv_heads * len(by_kv.own)
+    pairs = by_kv.count * cut.block_q * cut.block_kv
+    products = [
+        Product("S = Q K^T, again", 2 * pairs * wide.head_dim),
+        Product("dV = P^T dO", 2 * pairs * wide.head_dim_v),
+        Product("dP = dO V^T", 2 * pairs * wide.head_dim_v),
+        Product("dK = dS^T Q", 2 * pairs * wide.head_dim),
+    ]
+    adds, fetched = (), ()
+    if make_dq:
+        # A block adds dq one tile late, zeros before its first tile: one add more than tiles.
+        tile = cut.block_q * wide.head_dim * FLOAT32_BYTES
+        sums = _touched_tiles(walks, problem) * tile
+        adds = (Access("dq sum", (by_kv.count + blocks) * tile, sums),)
+        fetched = (Access("dq sum", 0, sums),)  # L2 adds: nothing comes back to a multiprocessor
+        products.append(Product("dQ = dS K", 2 * pairs * wide.head_dim))
+    return Pass(
+        "dk, dv and sums of dq" if make_dq else "dk and dv",
+        "kernels/sm90/backward.py",
+        (
+            *once(k=n.k, v=n.v),
+            visited("q", wide.head_dim),
+            visited("dout", wide.head_dim_v),
+            Access("-lse", statistic, statistic_once),
+            Access("-delta", statistic, statistic_once),
+            *_bias(problem, walks),
+            *fetched,
+        ),
+        (*once(dk=n.k, dv=n.v), *adds),
+        tuple(products),
+    )
+
+
+def _touched_tiles(walks: Walks, problem: Problem) -> int:
+    """Own tiles that anything visits, of all batch rows and heads."""
+    return _touched(walks._replace(own=np.ones_like(walks.own)), problem, problem.num_q_heads)
+
+
+def dq_kernel(
+    problem: Problem, operands: Operands = NO_OPERANDS, cut: config.DqConfig | None = None
+) -> Pass:
+    """kernels/sm90/backward_dq.py, of the deterministic backward: walks keys like the forward."""
+    cut = cut or tuned.dq_of(problem)
+    walks, n = (
+        _walks(problem, operands, cut, at_least_one=True),
+        kernel_sizes(problem, BACKWARD_HEAD_TILE),
+    )
+    wide, pairs = padded(problem, BACKWARD_HEAD_TILE), walks.count * cut.block_q * cut.block_kv
+    keys = _touched_keys(problem, operands, cut, at_least_one=True)
+    statistic = _rows(problem).lse * FLOAT32_BYTES
+    return Pass(
+        "dq",
+        "kernels/sm90/backward_dq.py",
+        (
+            *once(q=n.q, dout=n.out),
+            *_keys_read(wide, walks, keys),
+            *once(lse=statistic, delta=statistic),
+            *_bias(problem, walks),
+        ),
+        once(dq=n.q),
+        (
+            Product("S = Q K^T, again", 2 * pairs * wide.head_dim),
+            Product("dP = dO V^T, again", 2 * pairs * wide.head_dim_v),
+            Product("dQ = dS K", 2 * pairs * wide.head_dim),
+        ),
+    )
+
+
+def _strips(problem: Problem, operands: Operands, limit: int) -> int:
+    """Queries in strips that begin before their length, clipped at `limit`, over all heads."""
+    lengths = np.full(problem.batch, problem.q_len)
+    if operands.query_lengths is not None:
+        lengths = np.asarray(operands.query_lengths)
+    return int(np.minimum(-(-lengths // STRIP) * STRIP, limit).sum()) * problem.num_q_heads
+
+
+def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Counts:
+    """The whole backward: row sums, statistics, zeros, the fused kernel, dq to its place.
+
+    Or, with `deterministic_backward`, no sums of dq but a kernel for it.
+    """
+    cut = tuned.backward_of(problem)
+    n, wide, item = (
+        kernel_sizes(problem, BACKWARD_HEAD_TILE),
+        padded(problem, BACKWARD_HEAD_TILE),
+        problem.np_dtype.itemsize,
+    )
+    whole = _up(problem.q_len, cut.block_q)
+    heads = problem.batch * problem.num_q_heads
+    rows = _strips(problem, operands, _up(problem.q_len, ROW_TILE))
+    strips = _strips(problem, operands, _up(problem.q_len, STRIP))
+    exact, stored = heads * problem.q_len * FLOAT32_BYTES, heads * whole * FLOAT32_BYTES
+    ends = "kernels/sm90/backward_ends.py"
+    dots = rows * wide.head_dim_v * item
+    copies = _copies(
+        problem,
+        BACKWARD_HEAD_TILE,
+        dict(q="q", k="k", v="v", out="out", dout="out"),
+        dict(dq="q", dk="k", dv="v"),
+    )
+    passes = [
+        *copies,
+        Pass(
+            "delta = rowsum(out dout)",
+            ends,
+            once(out=dots, dout=dots),
+            once(delta=strips * FLOAT32_BYTES),
+        ),
+        Pass(
+            "-lse, -delta",
+            "kernels/sm90/backward.py",
+            once(lse=exact, delta=exact),
+            once(**{"-lse": stored, "-delta": stored}),
+        ),
+    ]
+    extra = {"delta": n.lse, "-lse": stored, "-delta": stored}
+    if problem.deterministic_backward:
+        passes += [
+            backward_kernel(problem, operands, make_dq=False),
+            dq_kernel(problem, operands),
+        ]
+    else:
+        sums = heads * whole * wide.head_dim * FLOAT32_BYTES
+        finished = strips * wide.head_dim * FLOAT32_BYTES
+        passes += [
+            Pass("dq sum = 0", ends, (), once(**{"dq sum": sums})),
+            backward_kernel(problem, operands),
+            Pass("dq", ends, once(**{"dq sum": finished}), once(dq=n.q)),
+        ]
+        extra["dq sum"] = sums
+    return Counts(tuple(passes), (*extra.items(), *_copied_bytes(copies)))

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pallas_flash import hardware, io_counts, io_model  # noqa: E402
-from pallas_flash.benchmark import Shape  # noqa: E402
+from pallas_flash.benchmark_shapes import Shape  # noqa: E402
 
 FILE = Path(__file__).with_name("io_counters_h200.json")
 DTYPE = "bfloat16"
@@ -124,7 +124,7 @@ def _run() -> None:
     """Under ncu: a marker, then the kernels of a shape, for each shape."""
     import jax
 
-    from pallas_flash import benchmark
+    from pallas_flash import benchmark, benchmark_shapes, peers
 
     driver, small = _Driver(), jax.numpy.zeros((1,))
     mark = functools.partial(_marker(), small)
@@ -138,11 +138,11 @@ def _run() -> None:
         driver.stop()
 
     for shape in (*SHAPES, STREAMING):
-        tensors, _, arrays = benchmark._inputs(shape, DTYPE)
-        ours = benchmark.implementations(shape)["pallas_flash"]
-        profile(benchmark._passes(ours)[1], *tensors, arrays)
+        tensors, _, arrays = benchmark_shapes.inputs(shape, DTYPE)
+        ours = peers.implementations(shape)["pallas_flash"]
+        profile(benchmark.passes(ours)[1], *tensors, arrays)
     for shape in NAIVE:
-        (q, k, v, _), _, _ = benchmark._inputs(shape, DTYPE)
+        (q, k, v, _), _, _ = benchmark_shapes.inputs(shape, DTYPE)
         attention = functools.partial(
             jax.nn.dot_product_attention, is_causal=shape.causal, implementation="xla"
         )

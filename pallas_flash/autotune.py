@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import aot, benchmark, masks, tuned
+from pallas_flash.benchmark_shapes import Shape
 from pallas_flash.config import BackwardConfig, DqConfig, ForwardConfig
 
 Config = ForwardConfig | BackwardConfig | DqConfig
@@ -102,7 +103,7 @@ class Target:
     @property
     def flops(self) -> int:
         """Of the kernel's products over visible pairs: two in the forward, five, three for dq."""
-        shape = benchmark.Shape(
+        shape = Shape(
             "",
             self.batch,
             self.seq_len,
@@ -112,10 +113,10 @@ class Target:
             self.causal,
             head_dim_v=self.head_dim_v,
         )
-        pairs = shape.forward_flops / (2 * (self.head_dim + self.head_dim_v))
         h, hv = self.head_dim, self.head_dim_v
+        pairs = shape.flops(jnp.bfloat16, backward=False) // (2 * (h + hv))
         widths = dict(forward=h + hv, backward=3 * h + 2 * hv, dq=2 * h + hv)
-        return round(2 * pairs * widths[self.kernel])
+        return 2 * pairs * widths[self.kernel]
 
 
 def _kernel(name: str):

@@ -39,7 +39,7 @@ def test_a_backward_must_cut_the_problem(config, does):
 def test_a_row_reads_as_in_the_table():
     config = ForwardConfig(q_stages=2, rescale_threshold=8.0)
     line = autotune.row(TARGET, config, dict(spill_bytes=20, milliseconds=0.01))
-    rate = 4 * 2 * 1024**2 * 128 / 2 / 0.01e-3 / 1e12
+    rate = 4 * 2 * (1024 * 1025 / 2) * 128 / 0.01e-3 / 1e12
     wanted = "Tuned(ForwardConfig(rescale_threshold=8.0, q_stages=2), spill_bytes=20)"
     assert line == f"(128, 128): {wanted},  # {rate:.0f} causal, T 1024"
 

@@ -10,6 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "pallas_flash"
 STREET = (  # a module imports from its own row or from rows below it
     "benchmark autotune",
+    "peers",
+    "benchmark_shapes",
     "linen nnx",
     "flax_common",
     "flax_common",

@@ -14,7 +14,7 @@ import pytest
 import pallas_flash
 from pallas_flash import (
     arguments,
-    benchmark,
+    benchmark_shapes,
     dispatch,
     hardware,
     io_counts,
@@ -371,8 +371,8 @@ def test_benchmark_describes_what_it_runs(name):
     changes = dict(
         window=dict(window=20), lengths=dict(lengths=(96, 50)), documents=dict(documents=24)
     )
-    shape = benchmark.Shape("small", 2, 96, 4, 2, 64, True, **changes[name])
-    (q, k, v, _), _, arrays = benchmark._inputs(shape, "float32")
+    shape = benchmark_shapes.Shape("small", 2, 96, 4, 2, 64, True, **changes[name])
+    (q, k, v, _), _, arrays = benchmark_shapes.inputs(shape, "float32")
     window = (shape.window, 0) if shape.window else None
     given = arguments.Arguments(q, k, v, is_causal=True, local_window_size=window, **arrays)
     problem, operands = arguments.normalize(given)

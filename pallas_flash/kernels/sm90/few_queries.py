@@ -38,6 +38,7 @@ class Rows(NamedTuple):
       extras: what masks and terms read; sinks have no part in it.
       mask: of these rows.
       parts: P.
+      group: query heads that share a kv head.
     """
 
     q: Any
@@ -47,6 +48,7 @@ class Rows(NamedTuple):
     extras: Extras
     mask: masks.Mask
     parts: int
+    group: int
 
 
 def applies(problem: Problem, extras: Extras) -> bool:
@@ -72,7 +74,7 @@ def _arrays_of(mask: masks.Mask) -> tuple[str, ...]:
 
 def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
     """The call of `problem` in rows and parts; q, k and v may be padded behind their lengths."""
-    batch, kv_heads, group = q.shape[0], problem.num_kv_heads, problem.q_per_kv
+    batch, kv_heads, group = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
     parts = num_parts(batch * kv_heads, problem.kv_len) if k.shape[1] == problem.kv_len else 1
     in_parts = lambda x: x.reshape(batch * parts, x.shape[1] // parts, *x.shape[2:])
     of_parts = lambda x: x if x is None or x.shape[0] == 1 else jnp.repeat(x, parts, axis=0)
@@ -80,7 +82,7 @@ def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
     rows = rows.swapaxes(2, 3).reshape(batch, problem.q_len * group, kv_heads, -1)
     visible, lengths = _visible(problem, extras, batch)
     if visible is not None:
-        visible = _in_rows(problem, visible, batch, parts)
+        visible = _in_rows(visible, (batch, group, problem.q_len, problem.kv_len), parts)
     if lengths is not None:
         size = problem.kv_len // parts
         before = jnp.arange(parts, dtype=jnp.int32) * size
@@ -95,6 +97,7 @@ def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
         extras=Extras(kv_lengths=lengths, mask=visible, soft_cap=of_parts(extras.soft_cap)),
         mask=mask,
         parts=parts,
+        group=group,
     )
 
 
@@ -151,10 +154,10 @@ def _values(extras: Extras, batch: int) -> masks.MaskValues:
     )
 
 
-def _in_rows(problem: Problem, allowed, batch: int, parts: int):
-    """bool, broadcastable to (B, N, T, S) -> (B * P, 1|K, R, S / P)."""
-    group, q_len, kv_len = problem.q_per_kv, problem.q_len, problem.kv_len
-    heads = problem.num_q_heads if allowed.ndim == 4 and allowed.shape[1] > 1 else group
+def _in_rows(allowed, sizes: tuple[int, int, int, int], parts: int):
+    """bool, broadcastable to (B, N, T, S) -> (B * P, 1|K, R, S / P). sizes: B, N / K, T, S."""
+    batch, group, q_len, kv_len = sizes
+    heads = allowed.shape[1] if allowed.ndim == 4 and allowed.shape[1] > 1 else group
     allowed = jnp.broadcast_to(allowed, (batch, heads, q_len, kv_len))
     allowed = allowed.reshape(batch, heads // group, group, q_len, parts, kv_len // parts)
     allowed = allowed.transpose(0, 4, 1, 3, 2, 5)  # B, P, K, T, group, S / P
@@ -167,7 +170,7 @@ def restored(problem: Problem, rows: Rows, out, lse, sinks):
     Args:
       sinks: float32 (1|B', N), or None: one more logit a head, which takes part once.
     """
-    group, q_len = problem.q_per_kv, problem.q_len
+    group, q_len = rows.group, problem.q_len
     batch = out.shape[0] // rows.parts
     lse = lse.reshape(batch, rows.parts, -1, q_len, group)  # B, P, K, T, group
     out = out[:, : q_len * group].reshape(batch, rows.parts, q_len, group, *out.shape[2:])
@@ -181,5 +184,6 @@ def restored(problem: Problem, rows: Rows, out, lse, sinks):
         share = jnp.where(lse > -jnp.inf, jnp.exp(lse - total), 0.0)
         out = (out * share[..., None]).sum(1, keepdims=True).astype(dtype)
         lse = total
-    out = out[:, 0].transpose(0, 2, 1, 3, 4).reshape(batch, q_len, problem.num_q_heads, -1)
-    return out, lse[:, 0].transpose(0, 1, 3, 2).reshape(batch, problem.num_q_heads, q_len)
+    out = out[:, 0].transpose(0, 2, 1, 3, 4)  # B, T, K, group, Hv
+    out = out.reshape(batch, q_len, -1, out.shape[-1])
+    return out, lse[:, 0].transpose(0, 1, 3, 2).reshape(batch, -1, q_len)

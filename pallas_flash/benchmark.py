@@ -45,7 +45,7 @@ WARM_UPS = 3
 LAUNCHES = 10
 SUSTAINED_S = 2.0
 MAX_RELATIVE_ERROR = 1e-2  # between two bfloat16 implementations; rounding alone is 2e-3..4e-3
-OURS = ("pallas_flash", "deterministic", "chunked xla")
+NO_PEERS = ("pallas_flash", "deterministic", "chunked xla", "naive")
 
 
 def kernel_times(function: Callable[..., Any], *args: Any) -> float:
@@ -140,16 +140,16 @@ def _compiled(function: Any, args: tuple) -> Any:
 def run_shape(
     shape: Shape,
     dtype: Any,
-    deterministic: bool = False,
     measure: Callable[..., float] | None = None,
+    **which: bool,
 ) -> dict:
-    """Checks and times one shape with every implementation."""
+    """Checks and times one shape with every implementation; `which` as in `implementations`."""
     if measure is None:
         measure = kernel_times if jax.default_backend() == "gpu" else wall_times
     (q, k, v, dout), lengths, arrays = inputs(shape, dtype)
     arguments = dict(forward=(q, k, v, arrays), both=(q, k, v, dout, arrays))
     wanted = ("forward",) if shape.queries else ("forward", "both")
-    chosen = implementations(shape, deterministic)
+    chosen = implementations(shape, **which)
     made = {
         (name, way): (f, arguments[way])
         for name, attention in chosen.items()
@@ -198,7 +198,7 @@ def _shape_of(row: dict) -> Shape:
 
 def _best_peer(row: dict, what: str) -> float:
     """The least time of a peer; NaN where all refuse."""
-    peers = (r for name, r in row["results"].items() if name not in OURS)
+    peers = (r for name, r in row["results"].items() if name not in NO_PEERS)
     return min((r[what] for r in peers if what in r and "failed" not in r), default=math.nan)
 
 
@@ -315,6 +315,7 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--deterministic", action="store_true", help="also time deterministic_backward=True"
     )
+    parser.add_argument("--naive", action="store_true", help="also time plain attention by XLA")
     parser.add_argument(
         "--sustained", action="store_true", help="time two seconds of calls, by the wall clock"
     )
@@ -353,7 +354,8 @@ def _run(options: argparse.Namespace) -> dict:
     measure = sustained_times if options.sustained else None
     for shape in shapes:
         if any(part in shape.name for part in options.only.split(",")):
-            rows.append(run_shape(shape, dtype, options.deterministic, measure))
+            which = dict(deterministic=options.deterministic, naive=options.naive)
+            rows.append(run_shape(shape, dtype, measure, **which))
             _print_row(rows[-1], dtype, speeds)
             if options.json:
                 options.json.write_text(json.dumps(told, indent=1) + "\n")

@@ -16,15 +16,25 @@ from pallas_flash.benchmark_shapes import Shape
 
 Attention = Callable[..., jax.Array]
 
+MOST_NAIVE = 4096  # queries and keys
 
-def implementations(shape: Shape, deterministic: bool = False) -> dict[str, Attention]:
-    """By name, ours first; the last is what the others are checked against."""
+
+def implementations(
+    shape: Shape, deterministic: bool = False, naive: bool = False
+) -> dict[str, Attention]:
+    """By name, ours first; the last is what the others are checked against.
+
+    deterministic: our other backward, too. naive: on a GPU XLA's plain attention, too, where the
+    scores fit in memory.
+    """
     attend = lambda f, **options: functools.partial(f, shape, **options)
     found = {"pallas_flash": attend(_ours)}
     if deterministic and not shape.bias and not shape.queries:
         found["deterministic"] = attend(_ours, deterministic_backward=True)
     if jax.default_backend() != "gpu":
         return found | {"jax.nn xla": attend(_jax_nn, implementation="xla")}
+    if naive and shape.length <= MOST_NAIVE:
+        found["naive"] = attend(_jax_nn, implementation="xla")
     if find_spec("flash_attn3_jax"):
         found["fa3"] = attend(_fa3)
     if find_spec("tokamax"):

@@ -24,7 +24,7 @@ def test_a_shape_is_checked_and_timed(shape):
 def test_a_wrong_result_is_not_timed(monkeypatch):
     found = benchmark.implementations(SMALL)
     found["pallas_flash"] = lambda q, k, v, arrays: q * 0.9
-    monkeypatch.setattr(benchmark, "implementations", lambda *_: found)
+    monkeypatch.setattr(benchmark, "implementations", lambda _: found)
     ours = benchmark.run_shape(SMALL, "float32")["results"]["pallas_flash"]
     assert ours["failed"].startswith("relative errors") and "forward_ms" not in ours
 
@@ -34,7 +34,7 @@ def test_a_refusal_is_a_row(monkeypatch):
         raise NotImplementedError("no")
 
     found = dict(refuses=refuses) | benchmark.implementations(SMALL)
-    monkeypatch.setattr(benchmark, "implementations", lambda *_: found)
+    monkeypatch.setattr(benchmark, "implementations", lambda _: found)
     row = benchmark.run_shape(SMALL, "float32")
     assert row["results"]["refuses"]["failed"] == "NotImplementedError: no"
 

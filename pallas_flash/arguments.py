@@ -288,7 +288,7 @@ def _check_window(window: Any) -> tuple[jax.Array | None, bool, bool]:
     if not (has_left or has_right):
         return None, False, False
     limit = np.iinfo(np.int32).max // 4  # far beyond any length, and sums stay in int32
-    values = [0 if side is None else jnp.minimum(side, limit).astype(jnp.int32) for side in sides]
+    values = [0 if side is None else jnp.clip(side, 0, limit).astype(jnp.int32) for side in sides]
     return jnp.stack([jnp.asarray(v, jnp.int32) for v in values]), has_left, has_right
 
 

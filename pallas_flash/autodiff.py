@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from pallas_flash import dispatch
+from pallas_flash import dispatch, sharding
 from pallas_flash.kernels import xla
 from pallas_flash.problem import DIFFERENTIABLE, Operands, Problem
 
@@ -36,7 +36,7 @@ def attention(implementation: str, problem: Problem, operands: Operands) -> tupl
     """out (B, T, N, Hv) and lse (B, N, T), differentiable, by the implementation named."""
     if implementation == "xla":
         return xla.attention(problem, operands)
-    return attend(problem, operands)
+    return attend(problem, sharding.vary_alike(operands))
 
 
 def _kernels():

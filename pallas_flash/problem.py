@@ -40,6 +40,8 @@ class Operands(NamedTuple):
       query_segments: int32, (B, T).
       kv_segments: int32, (B, S).
       dropout_key: uint32, (2,).
+      dropout_origin: uint32, (4,): batch row, head, query and key at which the counters of the
+        dropout pattern begin; None: at 0. A part of a larger call draws what that would draw.
     """
 
     query: Array
@@ -57,6 +59,7 @@ class Operands(NamedTuple):
     query_segments: Array | None = None
     kv_segments: Array | None = None
     dropout_key: Array | None = None
+    dropout_origin: Array | None = None
 
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "soft_cap", "sinks", "alibi_slopes")

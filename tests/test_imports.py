@@ -17,7 +17,7 @@ STREET = (  # a module imports from its own row or from rows below it
     "autodiff",
     "dispatch",
     "kernels",
-    "arguments tile_math dropout tuned reference io_model",
+    "sharding arguments tile_math dropout tuned reference io_model",
     "problem",
     "masks config hardware",
 )

@@ -26,7 +26,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from pallas_flash import dispatch, sharding
 from pallas_flash.kernels import xla
-from pallas_flash.problem import DIFFERENTIABLE, Operands, Problem
+from pallas_flash.problem import AXES, DIFFERENTIABLE, Operands, Problem
 
 OUT_NAME = "pallas_flash_out"
 LSE_NAME = "pallas_flash_lse"
@@ -35,8 +35,28 @@ LSE_NAME = "pallas_flash_lse"
 def attention(implementation: str, problem: Problem, operands: Operands) -> tuple[Any, Any]:
     """out (B, T, N, Hv) and lse (B, N, T), differentiable, by the implementation named."""
     if implementation == "xla":
-        return xla.attention(problem, operands)
+        return _plain(problem, operands)
     return attend(problem, sharding.vary_alike(operands))
+
+
+def _plain(problem, operands):
+    """The XLA implementation. The compiler cuts it over a mesh by itself, but under Explicit axes
+    JAX would have to be told the sharding of each of its steps: there each device runs its own.
+    """
+    if not sharding.explicit_axes(operands):
+        return xla.attention(problem, operands)
+    rows, heads = (jnp.arange(n, dtype=jnp.uint32) for n in (problem.batch, problem.num_q_heads))
+
+    def run(operands, rows, heads):
+        if problem.dropout_rate:
+            zero = jnp.zeros_like(rows[0])
+            operands = operands._replace(dropout_origin=jnp.stack([rows[0], heads[0], zero, zero]))
+        return xla.attention(problem.resized(operands), operands)
+
+    words = {n: None if x is None else getattr(AXES, n) for n, x in operands._asdict().items()}
+    labels = (sharding.labelled(Operands(**words), operands), "B", "N")
+    args = (operands, rows, heads)
+    return sharding.over_explicit_shards(run, args, labels, (AXES.query, "B N ."))
 
 
 def _kernels():

@@ -137,7 +137,8 @@ def dropout_keep_mask(
       bool, (B, N, T, S), True where the weight is kept (and multiplied by 1 / (1 - rate)).
     """
     shape = (batch, num_heads, q_len, kv_len)
-    kept = keep(key_data(key), *counters(shape, origin, broadcast), rate)
+    b, n, t, s = counters(shape, origin, broadcast)
+    kept = keep(key_data(key), b, n, t, s, rate)
     return jnp.broadcast_to(kept, shape)
 
 

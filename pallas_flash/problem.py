@@ -5,7 +5,7 @@ nothing of implementations.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +62,26 @@ class Operands(NamedTuple):
     dropout_origin: Array | None = None
 
 
+# What the axes of each operand are, in the words of sharding.py.
+AXES = Operands(
+    query="B . N .",
+    key="B . K .",
+    value="B . K .",
+    bias="B N . .",
+    scale="B",
+    soft_cap="",
+    sinks="N",
+    alibi_slopes="B N",
+    mask="B N . .",
+    query_lengths="B",
+    kv_lengths="B",
+    window=".",
+    query_segments="B .",
+    kv_segments="B .",
+    dropout_key=".",
+    dropout_origin=".",
+)
+
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "soft_cap", "sinks", "alibi_slopes")
 
 
@@ -115,6 +135,19 @@ class Problem:
     def is_empty(self) -> bool:
         """True when there is no logit at all."""
         return 0 in (self.batch, self.q_len, self.kv_len, self.num_q_heads, self.head_dim)
+
+    def resized(self, operands: Operands) -> Self:
+        """The same problem on a part of its batch, heads or sequences."""
+        batch, q_len, num_q_heads, _ = operands.query.shape
+        return dataclasses.replace(
+            self,
+            batch=batch,
+            q_len=q_len,
+            kv_len=operands.key.shape[1],
+            num_q_heads=num_q_heads,
+            num_kv_heads=operands.key.shape[2],
+            bias_shape=None if operands.bias is None else operands.bias.shape,
+        )
 
     @property
     def np_dtype(self) -> np.dtype:

@@ -146,7 +146,7 @@ def labelled(words: Labels, arrays: Any) -> Labels:
     """The words for these arrays: an axis of size 1 serves every part of what it broadcasts to."""
 
     def one(x, word):
-        letters = zip(word.split(), x.shape, strict=True)
+        letters = zip(word.split(), x.shape, strict=False)  # a scalar may stand for a batch of them
         return " ".join(WHOLE if size == 1 else letter for letter, size in letters)
 
     return jax.tree.map(one, arrays, words)
@@ -353,17 +353,67 @@ def _shardy_rule(words: list[str], result_words: list[str]):
 def over_explicit_shards(
     run: Callable[..., Any], args: tuple[Any, ...], labels: Labels, results: Labels
 ) -> Any:
-    """`over_shards` where the types of the arguments carry their sharding."""
+    """`over_shards` where the types of the arguments carry their sharding; JAX differentiates it.
+
+    What every device has whole stays so, and each cuts its own part out of it: the gradient of such
+    an argument is one sum over the devices.
+    """
     leaves, tree = jax.tree.flatten(args)
     words = jax.tree.leaves(labels)
-    specs = [jax.typeof(x).sharding.spec for x in leaves]
+    names = [
+        ".".join(map(_key_name, path)) for path, _ in jax.tree_util.tree_leaves_with_path(args)
+    ]
+    specs = [_spec(x) for x in leaves]
     mesh = jax.typeof(leaves[0]).sharding.mesh
     plan = _plan(words, [x.shape for x in leaves], specs, mesh.shape)
-    place = lambda x, word: jax.sharding.reshard(x, plan.spec(word))
-    args = jax.tree.unflatten(tree, map(place, leaves, words))
+    for name, word, spec in zip(names, words, specs, strict=True):
+        _check_cut(plan, name, word, spec)
+
+    def on_shards(*args):
+        cut = map(functools.partial(_own_part, plan), jax.tree.leaves(args), words, specs)
+        return _local(run, plan, words, results)(*jax.tree.unflatten(tree, list(cut)))
+
     return jax.shard_map(
-        _local(run, plan, words, results),
-        in_specs=jax.tree.unflatten(tree, [plan.spec(word) for word in words]),
+        on_shards,
+        in_specs=jax.tree.unflatten(tree, [PartitionSpec(*spec) for spec in specs]),
         out_specs=jax.tree.map(plan.spec, results),
         axis_names=explicit_axes(args),
     )(*args)
+
+
+def _key_name(key: Any) -> str:
+    return str(getattr(key, "name", getattr(key, "idx", key)))
+
+
+def _spec(x) -> tuple[MeshAxes, ...]:
+    """Mesh axes of each axis of x."""
+    spec = jax.typeof(x).sharding.spec
+    return tuple(map(_names, (*spec, *(None,) * (x.ndim - len(spec)))))
+
+
+def _check_cut(plan: _Plan, name: str, word: str, spec: tuple[MeshAxes, ...]) -> None:
+    for axis, (letter, found) in enumerate(zip(word.split(), spec, strict=True)):
+        wanted = plan.spec(letter)[0]
+        if not found or found == _names(wanted):
+            continue
+        if letter != WHOLE:
+            raise ValueError(
+                f"{name} is sharded over the mesh axes {found} along axis {axis}, query over "
+                f"{_names(wanted)} there: attention would have to move one of them; use "
+                "jax.sharding.reshard on it"
+            )
+        raise ValueError(
+            f"{name} is sharded over the mesh axes {found} along axis {axis}, which attention needs "
+            "whole: for a sequence split over devices use pallas_flash.parallel, else "
+            "jax.sharding.reshard"
+        )
+
+
+def _own_part(plan: _Plan, x, word: str, spec: tuple[MeshAxes, ...]):
+    """What this device reads of an array that it has more of."""
+    for axis, (letter, found) in enumerate(zip(word.split(), spec, strict=True)):
+        wanted = _names(plan.spec(letter)[0])
+        if wanted and not found:
+            size = x.shape[axis] // math.prod(plan.mesh_shape[a] for a in wanted)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(wanted) * size, size, axis)
+    return x

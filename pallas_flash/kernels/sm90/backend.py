@@ -158,9 +158,9 @@ def _dropout_rows(problem: Problem, operands: Operands):
     """uint32 (1|B, 1|N, 2, T): what the pattern needs to know of each query."""
     sizes = (problem.batch, problem.num_q_heads, problem.q_len)
     origin = operands.dropout_origin
-    counters = dropout.counters(sizes, origin, problem.broadcast_dropout)
+    batch, head, q_pos = dropout.counters(sizes, origin, problem.broadcast_dropout)
     first_kv = 0 if origin is None else origin[3]
-    return jnp.stack(dropout.row_keys(operands.dropout_key, *counters, first_kv), axis=2)
+    return jnp.stack(dropout.row_keys(operands.dropout_key, batch, head, q_pos, first_kv), axis=2)
 
 
 # What the axes of each array are, in the words of sharding.py.

@@ -59,7 +59,7 @@ def _plain(problem, operands):
     return sharding.over_explicit_shards(run, args, labels, (AXES.query, "B N ."))
 
 
-def _kernels():
+def kernels():
     family = dispatch.gpu_family(dispatch.Device("gpu", (9, 0)))
     assert family is not None
     return family
@@ -113,7 +113,7 @@ def _split(operands: Operands, names: frozenset[str]) -> tuple[dict[str, Any], d
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(problem, operands):
-    return _kernels().forward(problem, operands)
+    return kernels().forward(problem, operands)
 
 
 @_forward.defjvp
@@ -126,9 +126,9 @@ def _forward_jvp(problem, primals, tangents):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _backward(problem, wanted, operands, out, lse, dout, dlse):
     """Gradients by name of the operands in `wanted`; what no kernel makes, by the formula."""
-    kernels = _kernels()
-    by_kernels = wanted & kernels.MADE_BY_KERNELS
-    grads = kernels.backward(problem, operands, out, lse, dout, dlse, by_kernels)
+    family = kernels()
+    by_kernels = wanted & family.MADE_BY_KERNELS
+    grads = family.backward(problem, operands, out, lse, dout, dlse, by_kernels)
     others = wanted - by_kernels
     return grads | (_formula(problem, others, operands, dout, dlse) if others else {})
 

@@ -73,7 +73,8 @@ class _Plan(NamedTuple):
         letters = set(labels.split())
         if "K" in letters and not self.repeats_kv_heads:
             letters.add("N")
-        return tuple(a for x, axes in self.axes.items() if x not in letters for a in axes)
+        own = {a for x in letters for a in self.axes.get(x, ())}
+        return tuple({a: None for axes in self.axes.values() for a in axes if a not in own})
 
 
 def over_shards(
@@ -175,7 +176,7 @@ def _plan(labels: list[str], shapes: list[Any], specs: list[Any], mesh_shape) ->
 def _names(entry: Any) -> MeshAxes:
     if entry is None:
         return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
 def _local(run: Callable[..., Any], plan: _Plan, labels: list[str], results: Labels):
@@ -360,9 +361,8 @@ def over_explicit_shards(
     """
     leaves, tree = jax.tree.flatten(args)
     words = jax.tree.leaves(labels)
-    names = [
-        ".".join(map(_key_name, path)) for path, _ in jax.tree_util.tree_leaves_with_path(args)
-    ]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    names = [".".join(map(_key_name, path[1:])) or "an argument" for path in paths]
     specs = [_spec(x) for x in leaves]
     mesh = jax.typeof(leaves[0]).sharding.mesh
     plan = _plan(words, [x.shape for x in leaves], specs, mesh.shape)
@@ -403,8 +403,8 @@ def _check_cut(plan: _Plan, name: str, word: str, spec: tuple[MeshAxes, ...]) ->
                 "jax.sharding.reshard on it"
             )
         raise ValueError(
-            f"{name} is sharded over the mesh axes {found} along axis {axis}, which attention needs "
-            "whole: for a sequence split over devices use pallas_flash.parallel, else "
+            f"{name} is sharded over the mesh axes {found} along axis {axis}, which attention "
+            "needs whole: for a sequence split over devices use pallas_flash.parallel, else "
             "jax.sharding.reshard"
         )
 
@@ -417,3 +417,76 @@ def _own_part(plan: _Plan, x, word: str, spec: tuple[MeshAxes, ...]):
             size = x.shape[axis] // math.prod(plan.mesh_shape[a] for a in wanted)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(wanted) * size, size, axis)
     return x
+
+
+# --- axes by name ---------------------------------------------------------------------------------
+
+_MEANINGS = {"B": "batch", "T": "query length", "S": "key length", "N": "query heads"}
+
+
+def given_mesh(mesh: Any, arrays: Any) -> Any:
+    """The mesh to run on: that given, else that of `jax.set_mesh`.
+
+    Raises:
+      ValueError: there is none, or the arrays live on another, or its axes are manual already.
+    """
+    chosen = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if chosen.empty:
+        raise ValueError("there is no mesh: pass mesh=, or call this under jax.set_mesh(mesh)")
+    if AxisType.Manual in chosen.axis_types or AxisType.Manual in _context_types():
+        raise ValueError(
+            "the mesh axes are manual: inside jax.shard_map call "
+            "pallas_flash.parallel.ring_attention with axis_name="
+        )
+    for x in jax.tree.leaves(arrays):
+        other = jax.typeof(x).sharding.mesh
+        if other.empty or dict(other.shape) == dict(chosen.shape):
+            continue
+        raise ValueError(
+            f"an array lives on a mesh of {dict(other.shape)}, the call is for one of "
+            f"{dict(chosen.shape)}: pass the arrays' own mesh, or move them with jax.device_put"
+        )
+    return chosen
+
+
+def _context_types() -> tuple[Any, ...]:
+    return jax.sharding.get_abstract_mesh().axis_types
+
+
+def over_named_axes(
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    labels: Labels,
+    results: Labels,
+    axes: dict[str, Any],
+    mesh: Any,
+) -> Any:
+    """run(*args) in a shard_map over the mesh axes named for each letter; JAX differentiates it.
+
+    Raises:
+      ValueError: the mesh lacks an axis, or does not divide what it is to cut.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    words = jax.tree.leaves(labels)
+    cut = {letter: _names(names) for letter, names in axes.items() if names is not None}
+    for names in cut.values():
+        for name in names:
+            if name not in mesh.shape:
+                raise ValueError(f"mesh axis {name!r} is none of {tuple(mesh.axis_names)}")
+    sizes: dict[str, int] = {}
+    for word, x in zip(words, leaves, strict=True):
+        sizes |= dict(zip(word.split(), x.shape, strict=True))
+    plan = _Plan(cut, dict(mesh.shape), sizes.get("N", 0), sizes.get("K", 0))
+    for letter in cut:
+        if sizes[letter] % plan.parts(letter):
+            raise ValueError(
+                f"{_MEANINGS[letter]} {sizes[letter]} over the mesh axes {cut[letter]} of "
+                f"{plan.parts(letter)} devices: it must be a multiple of that; pad it, or use "
+                "fewer devices there"
+            )
+    return jax.shard_map(
+        _local(run, plan, words, results),
+        mesh=mesh,
+        in_specs=jax.tree.unflatten(tree, map(plan.spec, words)),
+        out_specs=jax.tree.map(plan.spec, results),
+    )(*args)

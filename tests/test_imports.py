@@ -13,7 +13,7 @@ STREET = (  # a module imports from its own row or from rows below it
     "linen nnx",
     "flax_common",
     "flax_common",
-    "api",
+    "api parallel",
     "autodiff",
     "dispatch",
     "kernels",

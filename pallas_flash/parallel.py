@@ -341,7 +341,7 @@ def _unless_hidden(visible: Any, run: Callable[..., Any], state: Any, *args: Any
 def _forward(implementation, problem, operands):
     if implementation == "xla":
         return xla.attention(problem, operands)
-    return autodiff.kernels().forward(problem, operands)
+    return _by_kernels(autodiff.kernels().forward, problem, operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -349,17 +349,21 @@ def _backward(implementation, problem, operands, out, lse, dout, dlse):
     """What a pair adds to the gradients, from out and lse of whole rows."""
     if implementation == "xla":
         return _formula(problem, operands, out, lse, dout, dlse)
-    return _by_kernels(problem, operands, out, lse, dout, dlse)
+    run = functools.partial(autodiff.kernels().backward, wanted=_wanted(problem))
+    return _by_kernels(run, problem, operands, out, lse, dout, dlse)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _by_kernels(problem, operands, out, lse, dout, dlse):
-    wanted = frozenset({"query", "key", "value", *(["scale"] if problem.scale is None else [])})
-    return autodiff.kernels().backward(problem, operands, out, lse, dout, dlse, wanted)
+def _wanted(problem: Problem) -> frozenset[str]:
+    return frozenset({"query", "key", "value"} | ({"scale"} if problem.scale is None else set()))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _by_kernels(run, problem, *args):
+    return run(problem, *args)
 
 
 @_by_kernels.defjvp
-def _refuse_to_differentiate(problem, primals, tangents):
+def _refuse_to_differentiate(run, problem, primals, tangents):
     raise TypeError(
         "ring_attention on the kernels is for reverse mode, once: for second derivatives use "
         "implementation='xla', or all_gather_attention"
@@ -368,9 +372,9 @@ def _refuse_to_differentiate(problem, primals, tangents):
 
 def _formula(problem, operands, out, lse, dout, dlse):
     """The same by JAX: a pair weighs w = exp(lse of the pair - lse of the row) in out and lse."""
-    names = ["query", "key", "value", *(["scale"] if problem.scale is None else [])]
     attend = lambda given: xla.attention(problem, operands._replace(**given))
-    (out_pair, lse_pair), vjp = jax.vjp(attend, {n: getattr(operands, n) for n in names})
+    given = {n: getattr(operands, n) for n in _wanted(problem)}
+    (out_pair, lse_pair), vjp = jax.vjp(attend, given)
     weight = jnp.where(lse_pair == -jnp.inf, 0.0, jnp.exp(lse_pair - lse))
     wide = lambda x: x.astype(lse.dtype)
     surplus = jnp.einsum("btnh,btnh->bnt", wide(dout), wide(out_pair) - wide(out))
@@ -549,7 +553,7 @@ def _ring_backward(split, operands, out, lse, dout, dlse):
     (keys, mine, theirs), _ = lax.scan(body, carry, jnp.arange(split.steps - 1))
     mine, found = step(split.steps - 1, keys, mine)
     theirs = _sent(split, jax.tree.map(jnp.add, theirs, found), 1 - split.steps)
-    grads = dict(zip(("key", "value"), theirs, strict=True))
+    grads: dict[str, Any] = dict(zip(("key", "value"), theirs, strict=True))
     grads["query"] = jnp.concatenate([x["query"] for x in mine], 1)
     if "scale" in mine[0]:
         grads["scale"] = functools.reduce(jnp.add, [x["scale"] for x in mine])
@@ -632,8 +636,9 @@ def dot_product_attention(
       query, key, value: (B, T, N, H), (B, S, K, H), (B, S, K, Hv): the whole arrays.
       mesh: a `jax.sharding.Mesh`; None: that of `jax.set_mesh`.
       sequence_axis: the mesh axis over which T and S are split.
-      batch_axis, head_axis: mesh axes over which B and the heads are split, if any. Where head_axis
-        has more devices than key has heads, each device takes the kv heads that its queries read.
+      batch_axis, head_axis: mesh axes over which B and the heads are split, if any; None under
+        Explicit axes: those of query's type. Where head_axis has more devices than key has heads,
+        each device takes the kv heads that its queries read.
       method: "ring" or "all_gather".
       **options: of `ring_attention`, order among them.
 
@@ -647,6 +652,9 @@ def dot_product_attention(
     if method not in _METHODS:
         raise ValueError(f"method={method!r} must be 'ring' or 'all_gather'")
     mesh = sharding.given_mesh(mesh, (query, key, value))
+    if sharding.explicit_axes(query):  # an axis not named is as the type of query says
+        by_batch, _, by_heads, _ = sharding.spec_of(query)
+        batch_axis, head_axis = batch_axis or by_batch or None, head_axis or by_heads or None
     axes = {"B": batch_axis, "T": sequence_axis, "S": sequence_axis, "N": head_axis}
     given = dict(query=query, key=key, value=value, **options)
     arrays = {n: x for n, x in given.items() if isinstance(x, jax.Array) or n in _AXES}

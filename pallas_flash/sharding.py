@@ -104,12 +104,15 @@ def over_shards(
 
 def explicit_axes(arrays: Any) -> frozenset[str]:
     """The Explicit mesh axes in whose presence the arrays live."""
-    for x in jax.tree.leaves(arrays):
-        mesh = jax.typeof(x).sharding.mesh
-        if not mesh.empty:
-            kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-            return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
-    return frozenset()
+    mesh = _mesh_of(arrays)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def _mesh_of(arrays: Any):
+    """That in the arrays' types, else that of `jax.set_mesh`; it may be empty."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
 
 
 def _is_manual() -> bool:
@@ -359,14 +362,20 @@ def over_explicit_shards(
     What every device has whole stays so, and each cuts its own part out of it: the gradient of such
     an argument is one sum over the devices.
     """
-    leaves, tree = jax.tree.flatten(args)
+    leaves = jax.tree.leaves(args)
     words = jax.tree.leaves(labels)
+    mesh = _mesh_of(args)
+    plan = _plan(words, [x.shape for x in leaves], [spec_of(x) for x in leaves], mesh.shape)
+    return _by_own_specs(run, plan, args, labels, results, None)
+
+
+def _by_own_specs(run: Callable[..., Any], plan: _Plan, args: Any, labels, results, mesh: Any):
+    """run in a shard_map whose specs are those that the types of the arguments carry."""
+    leaves, tree = jax.tree.flatten(args)
+    words, specs = jax.tree.leaves(labels), [spec_of(x) for x in leaves]
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-    names = [".".join(map(_key_name, path[1:])) or "an argument" for path in paths]
-    specs = [_spec(x) for x in leaves]
-    mesh = jax.typeof(leaves[0]).sharding.mesh
-    plan = _plan(words, [x.shape for x in leaves], specs, mesh.shape)
-    for name, word, spec in zip(names, words, specs, strict=True):
+    for path, word, spec in zip(paths, words, specs, strict=True):
+        name = ".".join(map(_key_name, path[1:])) or "an argument"
         _check_cut(plan, name, word, spec)
 
     def on_shards(*args):
@@ -375,6 +384,7 @@ def over_explicit_shards(
 
     return jax.shard_map(
         on_shards,
+        mesh=mesh,
         in_specs=jax.tree.unflatten(tree, [PartitionSpec(*spec) for spec in specs]),
         out_specs=jax.tree.map(plan.spec, results),
         axis_names=explicit_axes(args),
@@ -382,11 +392,11 @@ def over_explicit_shards(
 
 
 def _key_name(key: Any) -> str:
-    return str(getattr(key, "name", getattr(key, "idx", key)))
+    return str(getattr(key, "name", getattr(key, "key", key)))
 
 
-def _spec(x) -> tuple[MeshAxes, ...]:
-    """Mesh axes of each axis of x."""
+def spec_of(x) -> tuple[MeshAxes, ...]:
+    """The mesh axes that cut each axis of x, as its type says (Explicit axes)."""
     spec = jax.typeof(x).sharding.spec
     return tuple(map(_names, (*spec, *(None,) * (x.ndim - len(spec)))))
 
@@ -398,9 +408,9 @@ def _check_cut(plan: _Plan, name: str, word: str, spec: tuple[MeshAxes, ...]) ->
             continue
         if letter != WHOLE:
             raise ValueError(
-                f"{name} is sharded over the mesh axes {found} along axis {axis}, query over "
-                f"{_names(wanted)} there: attention would have to move one of them; use "
-                "jax.sharding.reshard on it"
+                f"{name} is sharded over the mesh axes {found} along axis {axis}, the call over "
+                f"{_names(wanted)} there: something would have to move; use jax.sharding.reshard "
+                "on it"
             )
         raise ValueError(
             f"{name} is sharded over the mesh axes {found} along axis {axis}, which attention "
@@ -484,6 +494,8 @@ def over_named_axes(
                 f"{plan.parts(letter)} devices: it must be a multiple of that; pad it, or use "
                 "fewer devices there"
             )
+    if explicit_axes(args):
+        return _by_own_specs(run, plan, args, labels, results, mesh)
     return jax.shard_map(
         _local(run, plan, words, results),
         mesh=mesh,

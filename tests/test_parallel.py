@@ -157,7 +157,9 @@ def _place(mesh, x):
 
 def test_zigzag_is_a_permutation_with_an_inverse():
     x = jnp.arange(24).reshape(2, 12)
-    np.testing.assert_array_equal(parallel.to_zigzag(x, 2)[0], [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8])
+    np.testing.assert_array_equal(
+        parallel.to_zigzag(x, 2)[0], [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
+    )
     np.testing.assert_array_equal(parallel.from_zigzag(parallel.to_zigzag(x, 3), 3), x)
 
 
@@ -253,7 +255,7 @@ ERRORS = {
     "axis": (dict(sequence_axis="time"), "'time' is none of"),
     "order": (dict(order="striped"), "order='striped' must be"),
     "method": (dict(method="ulysses"), "method='ulysses' must be"),
-    "mask": (dict(mask=jnp.ones((16, 16), bool)), "mask with a split sequence .* is_causal"),
+    "mask": (dict(mask=jnp.ones((16, 16), bool)), "mask with a split sequence.* is_causal"),
     "bias": (dict(bias=jnp.ones((16, 16))), "bias with a split sequence"),
     "slopes": (dict(alibi_slopes=jnp.ones(2)), "alibi_slopes with a split sequence"),
     "cap": (dict(logits_soft_cap=jnp.float32(3)), "logits_soft_cap .* pass a Python number"),
@@ -278,7 +280,10 @@ def test_errors_of_the_mesh():
             _split(there, x)
         inside = jax.shard_map(lambda x: _split(here, x), in_specs=P("data"), out_specs=P("data"))
         with pytest.raises(ValueError, match="inside jax.shard_map call .*ring_attention"):
-            inside(X)
+            inside(x)
+        moved = jax.device_put(X, NamedSharding(here, P(None, "data")))
+        with pytest.raises(ValueError, match=r"key is sharded over .* use jax\.sharding\.reshard"):
+            parallel.dot_product_attention(x, moved, moved)
     with pytest.raises(ValueError, match="no mesh axis here: call this inside jax.shard_map"):
         parallel.ring_attention(X, X, X, axis_name="sequence")
 

@@ -1,4 +1,4 @@
-"""Derivatives of the fused path: the only custom_vjp, and the two custom_jvp inside it.
+"""Derivatives of the fused path: its custom_vjp, and the two custom_jvp inside it.
 
     attend          custom_vjp; its rules call
       _forward      custom_jvp: the kernel's value, derivatives of the XLA formula

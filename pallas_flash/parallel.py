@@ -182,7 +182,7 @@ def _call(run: Callable[..., Any], query, key, value, axis_name: str, options: d
     operands, problem, bounded = _as_window(problem, operands, size)
     chosen = dispatch.select(problem, dispatch.current_device(query), implementation)
     steps = _steps(problem, options, order, size)
-    split = _Split(problem, chosen, axis_name, size, order, *bounded, steps)
+    split = _Split(problem, chosen, axis_name, size, order, bounded[0], bounded[1], steps)
     out, lse = run(split, sharding.vary_alike((operands, lax.axis_index(axis_name)))[0])
 
     lead = jnp.shape(query)[:-3]
@@ -254,7 +254,9 @@ def _as_window(problem: Problem, operands: Operands, size: int):
     of all masks a window has run-time numbers.
     """
     left = right = None
-    rest = [masks.Lengths(operands.query_lengths is not None, operands.kv_lengths is not None)]
+    rest: list[masks.Mask] = [
+        masks.Lengths(operands.query_lengths is not None, operands.kv_lengths is not None)
+    ]
     for mask in problem.mask.parts():
         if isinstance(mask, masks.Causal):
             right = masks.smaller(right, size * mask.shift)
@@ -320,14 +322,17 @@ def _pair(split: _Split, operands: Operands, place: _Place) -> tuple[Problem, Op
 def _visible(split: _Split, problem: Problem, operands: Operands) -> Any:
     """Whether any query of the pair may see any key of it; None: always."""
     tests = []
+    window: Any = operands.window
     if split.has_left:
-        tests.append(operands.window[0] > -problem.kv_len)
+        tests.append(window[0] > -problem.kv_len)
     if split.has_right:
-        tests.append(operands.window[1] > -problem.q_len)
+        tests.append(window[1] > -problem.q_len)
     tests += [(x > 0).any() for x in (operands.query_lengths, operands.kv_lengths) if x is not None]
-    if operands.query_segments is not None:
-        q, kv = operands.query_segments, operands.kv_segments
-        tests.append(((q.min(1) <= kv.max(1)) & (kv.min(1) <= q.max(1))).any())
+    q_ids: Any = operands.query_segments
+    kv_ids: Any = operands.kv_segments
+    if q_ids is not None:
+        meet = (q_ids.min(1) <= kv_ids.max(1)) & (kv_ids.min(1) <= q_ids.max(1))
+        tests.append(meet.any())
     return functools.reduce(jnp.logical_and, tests) if tests else None
 
 

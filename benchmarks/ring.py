@@ -64,13 +64,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     one = functions(functools.partial(dot_product_attention, **options))
     wanted = one["both"](*arrays)
     one_s = {name: median_s(f, arrays, args.repeats) for name, f in one.items()}
-    record: dict[str, Any] = {
-        "device": devices[0].device_kind,
-        "devices": n,
-        "one_device_s": one_s,
-        "rows": [],
-    }
+    record: dict[str, Any] = {"device": devices[0].device_kind, "devices": n, "rows": []}
     record |= {"shape": shape, "dtype": args.dtype, "causal": not args.full, "jax": jax.__version__}
+    record["one_device_s"] = one_s
     spec = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     for method, order in METHODS:
         zigzag = order == "zigzag"

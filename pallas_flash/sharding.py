@@ -110,9 +110,10 @@ def explicit_axes(arrays: Any) -> frozenset[str]:
 
 
 def _mesh_of(arrays: Any):
-    """That in the arrays' types, else that of `jax.set_mesh`; it may be empty."""
+    """That of the context (within vmap it lacks the mapped axis), else that in the types."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
-    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
+    meshes.insert(0, jax.sharding.get_abstract_mesh())
+    return next((m for m in meshes if not m.empty), meshes[0])
 
 
 def _is_manual() -> bool:
@@ -366,7 +367,7 @@ def over_explicit_shards(
     words = jax.tree.leaves(labels)
     mesh = _mesh_of(args)
     plan = _plan(words, [x.shape for x in leaves], [spec_of(x) for x in leaves], mesh.shape)
-    return _by_own_specs(run, plan, args, labels, results, None)
+    return _by_own_specs(run, plan, args, labels, results, mesh)
 
 
 def _by_own_specs(run: Callable[..., Any], plan: _Plan, args: Any, labels, results, mesh: Any):

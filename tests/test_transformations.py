@@ -5,6 +5,7 @@ program can show of the kernels is read off the text for CUDA.
 """
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -42,6 +43,21 @@ def _lowered(f, *args, **jit_options):
     with dispatch.assume_device("gpu", (9, 0)):
         traced = jax.jit(f, **jit_options).trace(*args)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_vmap_with_every_pattern_of_in_axes():
+    q, k, v = _qkv(shape=(2, 1, 4, 1, 3))
+    ours = functools.partial(dot_product_attention, is_causal=True)
+    for axes in itertools.product((0, None), repeat=3):
+        if axes == (None, None, None):
+            continue
+        given = [x if axis == 0 else x[0] for x, axis in zip((q, k, v), axes, strict=True)]
+        gradients = lambda f, axes=axes: jax.jit(
+            jax.vmap(jax.value_and_grad(lambda q, k, v: _square(f(q, k, v)), (0, 1, 2)), axes)
+        )
+        results = (jax.tree.leaves(gradients(f)(*given)) for f in (ours, _dense))
+        for a, b in zip(*results, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
 # --- control flow ---------------------------------------------------------------------------------

@@ -96,7 +96,8 @@ def over_shards(
     """
     if explicit_axes(args):
         on_device = lambda *args: _on_one_device(run, args)
-        return over_explicit_shards(on_device, args, labels, results)
+        # A kernel wants every axis manual, those that cut nothing, too.
+        return over_explicit_shards(on_device, args, labels, results, explicit_axes(args))
     if _is_manual():
         return _on_one_device(run, args)
     return _over_auto_shards(run, args, labels, results)
@@ -356,9 +357,15 @@ def _shardy_rule(words: list[str], result_words: list[str]):
 
 
 def over_explicit_shards(
-    run: Callable[..., Any], args: tuple[Any, ...], labels: Labels, results: Labels
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    labels: Labels,
+    results: Labels,
+    manual: frozenset[str] = frozenset(),
 ) -> Any:
-    """`over_shards` where the types of the arguments carry their sharding; JAX differentiates it.
+    """`over_shards` where the types of the arguments carry their sharding.
+
+    JAX differentiates it, and maps it over a mesh axis that cuts nothing here, if not in `manual`.
 
     What every device has whole stays so, and each cuts its own part out of it: the gradient of such
     an argument is one sum over the devices.
@@ -367,11 +374,16 @@ def over_explicit_shards(
     words = jax.tree.leaves(labels)
     mesh = _mesh_of(args)
     plan = _plan(words, [x.shape for x in leaves], [spec_of(x) for x in leaves], mesh.shape)
-    return _by_own_specs(run, plan, args, labels, results, mesh)
+    manual = manual | {a for axes in plan.axes.values() for a in axes}
+    on_shards, in_specs = _by_own_specs(run, plan, args, labels, results)
+    out_specs = jax.tree.map(plan.spec, results)
+    return jax.shard_map(
+        on_shards, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual
+    )(*args)
 
 
-def _by_own_specs(run: Callable[..., Any], plan: _Plan, args: Any, labels, results, mesh: Any):
-    """run in a shard_map whose specs are those that the types of the arguments carry."""
+def _by_own_specs(run: Callable[..., Any], plan: _Plan, args: Any, labels: Labels, results: Labels):
+    """run on shards as the types of the arguments cut them, and the specs that say so."""
     leaves, tree = jax.tree.flatten(args)
     words, specs = jax.tree.leaves(labels), [spec_of(x) for x in leaves]
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
@@ -383,13 +395,7 @@ def _by_own_specs(run: Callable[..., Any], plan: _Plan, args: Any, labels, resul
         cut = map(functools.partial(_own_part, plan), jax.tree.leaves(args), words, specs)
         return _local(run, plan, words, results)(*jax.tree.unflatten(tree, list(cut)))
 
-    return jax.shard_map(
-        on_shards,
-        mesh=mesh,
-        in_specs=jax.tree.unflatten(tree, [PartitionSpec(*spec) for spec in specs]),
-        out_specs=jax.tree.map(plan.spec, results),
-        axis_names=explicit_axes(args),
-    )(*args)
+    return on_shards, jax.tree.unflatten(tree, [PartitionSpec(*spec) for spec in specs])
 
 
 def _key_name(key: Any) -> str:
@@ -496,10 +502,9 @@ def over_named_axes(
                 "fewer devices there"
             )
     if explicit_axes(args):
-        return _by_own_specs(run, plan, args, labels, results, mesh)
-    return jax.shard_map(
-        _local(run, plan, words, results),
-        mesh=mesh,
-        in_specs=jax.tree.unflatten(tree, map(plan.spec, words)),
-        out_specs=jax.tree.map(plan.spec, results),
-    )(*args)
+        on_shards, in_specs = _by_own_specs(run, plan, args, labels, results)
+    else:
+        on_shards = _local(run, plan, words, results)
+        in_specs = jax.tree.unflatten(tree, map(plan.spec, words))
+    out_specs = jax.tree.map(plan.spec, results)
+    return jax.shard_map(on_shards, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*args)

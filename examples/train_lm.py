@@ -3,17 +3,21 @@
     uv run --extra examples examples/train_lm.py                        # Python's own library
     uv run --extra examples examples/train_lm.py --text my_notes/ --steps 500
     uv run --extra cuda --extra examples examples/train_lm.py --compare --perturb   # on a GPU
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 uv run --extra examples \
+        examples/train_lm.py --mesh data=2,sequence=2,model=2                       # on 8 devices
 
 `--compare` trains twice from one seed, once with pallas_flash and once with jax.nn's attention
 (cuDNN on a GPU), and plots both curves. `--perturb` adds a third run, jax.nn's again from an
 embedding table that differs by one bfloat16 rounding: two runs that differ by no more than that
-pair do, differ by rounding alone.
+pair do, differ by rounding alone. `--mesh` splits the batch, the sequence (ring attention, in
+zigzag order) and the heads over devices; the losses are those of one device, but for rounding.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import sysconfig
 import time
@@ -26,9 +30,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import pallas_flash.linen
+from pallas_flash import parallel
 
 VOCAB = 256  # bytes
 TEXT_SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".h", ".tex", ".html", ".json", ".csv"}
@@ -76,6 +82,87 @@ ATTENTION: dict[str, Callable] = {
 }
 
 
+# --- devices --------------------------------------------------------------------------------------
+
+MESH_AXES = ("data", "sequence", "model")
+
+
+def parse_mesh(text: str) -> jax.sharding.Mesh:
+    """ "data=2,sequence=2,model=2" as a mesh; an axis that is not named has size 1."""
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes or not size.isdigit() or int(size) < 1:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {MESH_AXES} = a number")
+        sizes[name] = int(size)
+    wanted = math.prod(sizes.values())
+    if wanted > len(jax.devices()):
+        raise argparse.ArgumentTypeError(f"{wanted} devices, but JAX sees {len(jax.devices())}")
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * 3,
+        devices=jax.devices()[:wanted],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RingAttention:
+    """Causal attention over a mesh; the sequence is in zigzag order. Equal meshes are equal."""
+
+    mesh: jax.sharding.Mesh
+
+    def __call__(self, query, key, value, bias=None, mask=None):
+        if bias is not None or mask is not None:
+            raise ValueError("a split sequence takes neither bias nor mask")
+        return parallel.dot_product_attention(
+            query,
+            key,
+            value,
+            mesh=self.mesh,
+            batch_axis="data",
+            head_axis="model",
+            order="zigzag",
+            is_causal=True,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a run lies on its devices: one, or a mesh."""
+
+    mesh: jax.sharding.Mesh | None = None
+
+    def order(self, positions):
+        """Positions, [seq], in the order in which the devices hold them."""
+        if self.mesh is None:
+            return positions
+        return parallel.to_zigzag(positions, self.mesh.shape["sequence"], axis=0)
+
+    def params(self, params):
+        """Matrices split over "model" along their last axis that divides, the rest everywhere."""
+        if self.mesh is None:
+            return params
+        return jax.tree.map(self._split_last, params)
+
+    def _split_last(self, x):
+        assert self.mesh is not None
+        axes: list[str | None] = [None] * x.ndim
+        divides = [i for i, n in enumerate(x.shape) if n % self.mesh.shape["model"] == 0]
+        if x.ndim > 1 and divides:
+            axes[divides[-1]] = "model"
+        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(*axes)))
+
+    def rows(self, window):
+        """A batch, split over "data"."""
+        if self.mesh is None:
+            return window
+        return jax.device_put(window, NamedSharding(self.mesh, PartitionSpec("data")))
+
+
+ONE_DEVICE = Layout()
+
+
 # --- model ----------------------------------------------------------------------------------------
 
 
@@ -107,21 +194,23 @@ class ByteLM(nn.Module):
     attention_fn: Callable
 
     @nn.compact
-    def __call__(self, tokens):  # [batch, seq] int32
+    def __call__(self, tokens, order=None):  # [batch, seq] int32, [seq] positions of the tokens
         dtype, width = self.sizes.dtype, self.sizes.width
         positions = self.param("positions", nn.initializers.normal(0.02), (self.sizes.seq, width))
         x = nn.Embed(VOCAB, width, dtype=jnp.dtype(dtype), name="embed")(tokens)
-        x = x + positions[: tokens.shape[1]].astype(dtype)
+        own = positions[: tokens.shape[1]] if order is None else positions[order]
+        x = x + own.astype(dtype)
         for _ in range(self.sizes.layers):
             x = Block(self.sizes, self.attention_fn)(x)
         x = nn.LayerNorm(dtype=dtype)(x)
         return nn.Dense(VOCAB, dtype=dtype)(x).astype(jnp.float32)  # [batch, seq, VOCAB]
 
 
-def loss_of(model: ByteLM, params, window) -> jax.Array:
+def loss_of(model: ByteLM, layout: Layout, params, window) -> jax.Array:
     """Mean cross-entropy of each next byte, in nats; window is [batch, seq + 1]."""
-    logits = jnp.asarray(model.apply(params, window[:, :-1]))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:]).mean()
+    order = layout.order(jnp.arange(window.shape[1] - 1))
+    logits = jnp.asarray(model.apply(params, window[:, order], order))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, order + 1]).mean()
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -183,10 +272,11 @@ class Program:
 
 
 @functools.cache
-def compiled_program(attention_fn: Callable, sizes: Sizes) -> Program:
+def compiled_program(attention_fn: Callable, sizes: Sizes, layout: Layout = ONE_DEVICE) -> Program:
     """AdamW with warm-up and cosine decay around a ByteLM."""
-    model = ByteLM(sizes, attention_fn)
-    loss = functools.partial(loss_of, model)
+    whole = ByteLM(sizes, attention_fn)  # what writes text and initializes: on one device's order
+    split = whole if layout.mesh is None else ByteLM(sizes, RingAttention(layout.mesh))
+    loss = functools.partial(loss_of, split, layout)
     warmup = max(1, sizes.steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, sizes.lr, warmup, max(sizes.steps, warmup + 1), end_value=sizes.lr / 10
@@ -201,11 +291,11 @@ def compiled_program(attention_fn: Callable, sizes: Sizes) -> Program:
         return optax.apply_updates(params, updates), state, value
 
     def next_byte(params, tokens, last, key):
-        logits = jnp.asarray(model.apply(params, tokens[None]))[0, last]
+        logits = jnp.asarray(whole.apply(params, tokens[None]))[0, last]
         return jax.random.categorical(key, logits / 0.8)
 
     return Program(
-        init=jax.jit(lambda key: model.init(key, jnp.zeros((1, sizes.seq), jnp.int32))),
+        init=jax.jit(lambda key: whole.init(key, jnp.zeros((1, sizes.seq), jnp.int32))),
         init_optimizer=jax.jit(optimizer.init),
         step=jax.jit(step, donate_argnums=(0, 1)),
         loss=jax.jit(loss),
@@ -223,6 +313,7 @@ def train(
     seed: int,
     sample_bytes: int,
     change_params: Callable[[Any], Any] = lambda params: params,
+    layout: Layout = ONE_DEVICE,
 ) -> Run:
     """Trains from `seed`; the last twentieth of the data is held out."""
     split = len(data) - max(len(data) // 20, sizes.seq + 2)
@@ -230,15 +321,15 @@ def train(
     if split < sizes.seq + 2:
         raise SystemExit(f"{len(data)} bytes of text are too few for --seq {sizes.seq}")
 
-    program = compiled_program(attention_fn, sizes)
-    params = change_params(program.init(jax.random.key(seed)))
+    program = compiled_program(attention_fn, sizes, layout)
+    params = layout.params(change_params(program.init(jax.random.key(seed))))
     state = program.init_optimizer(params)
 
     rng = np.random.default_rng(seed)
     losses, times = [], []
     bar = tqdm(range(sizes.steps), desc=name, dynamic_ncols=True)
     for _ in bar:
-        window = windows(train_data, sizes, rng)
+        window = layout.rows(windows(train_data, sizes, rng))
         start = time.perf_counter()
         params, state, loss = program.step(params, state, window)
         losses.append(float(loss))  # waits for the step
@@ -247,7 +338,8 @@ def train(
         bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens_per_s:,.0f} tokens/s")
 
     rng = np.random.default_rng(0)
-    held_out_losses = [float(program.loss(params, windows(held_out, sizes, rng))) for _ in range(8)]
+    batches = [layout.rows(windows(held_out, sizes, rng)) for _ in range(8)]
+    held_out_losses = [float(program.loss(params, batch)) for batch in batches]
     sample = generate(program, params, b"def ", length=sample_bytes, seed=seed)
     return Run(name, losses, times, statistics.mean(held_out_losses), sample)
 
@@ -338,6 +430,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for field in dataclasses.fields(Sizes):
         default = getattr(defaults, field.name)
         add(f"--{field.name}", type=type(default), default=default, help=f"default {default}")
+    add("--mesh", type=parse_mesh, help="devices, as data=2,sequence=2,model=2; default: one")
     add("--seed", type=int, default=0)
     add("--sample", type=int, default=200, help="bytes to write at the end, default 200")
     add("--plot", type=Path, default=Path("train_lm.png"), help="default train_lm.png")
@@ -354,7 +447,8 @@ def main(argv: list[str] | None = None) -> list[Run]:
 
     names = ["flash", "jax"] if args.compare else [args.attention]
     run = functools.partial(train, data=data, sizes=sizes, seed=args.seed, sample_bytes=args.sample)
-    runs = [run(name, ATTENTION[name]) for name in names]
+    layouts = {"flash": Layout(args.mesh)}  # jax.nn's attention, to compare with, on one device
+    runs = [run(name, ATTENTION[name], layout=layouts.get(name, ONE_DEVICE)) for name in names]
     if args.perturb:
         runs.append(run("jax-perturbed", jax_attention, change_params=perturbed))
 

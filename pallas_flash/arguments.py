@@ -62,8 +62,8 @@ def normalize(args: Arguments) -> tuple[Problem, Operands]:
 
     mask = _check_mask(args.mask, logits_shape)
     bias = _check_bias(args.bias, logits_shape)
-    q_lengths = _check_lengths("query_seq_lengths", args.query_seq_lengths, lead, q_len)
-    kv_lengths = _check_lengths("key_value_seq_lengths", args.key_value_seq_lengths, lead, kv_len)
+    q_lengths = check_lengths("query_seq_lengths", args.query_seq_lengths, lead, q_len)
+    kv_lengths = check_lengths("key_value_seq_lengths", args.key_value_seq_lengths, lead, kv_len)
     window, has_left, has_right = _check_window(args.local_window_size)
     q_segments, kv_segments = _check_segments(args, lead, q_len, kv_len)
     static_scale, scale = _check_scale(args.scale, head_dim)
@@ -235,7 +235,7 @@ def _concrete(x: Any) -> np.ndarray | None:
     return x if isinstance(x, np.ndarray) else None
 
 
-def _check_lengths(name: str, lengths: Any, lead: tuple[int, ...], full: int) -> jax.Array | None:
+def check_lengths(name: str, lengths: Any, lead: tuple[int, ...], full: int) -> jax.Array | None:
     if lengths is None:
         return None
     known = _concrete(np.asarray(lengths)) if isinstance(lengths, (int, list, tuple)) else None
@@ -288,7 +288,7 @@ def _check_window(window: Any) -> tuple[jax.Array | None, bool, bool]:
     if not (has_left or has_right):
         return None, False, False
     limit = np.iinfo(np.int32).max // 4  # far beyond any length, and sums stay in int32
-    values = [0 if side is None else jnp.minimum(side, limit).astype(jnp.int32) for side in sides]
+    values = [0 if side is None else jnp.clip(side, 0, limit).astype(jnp.int32) for side in sides]
     return jnp.stack([jnp.asarray(v, jnp.int32) for v in values]), has_left, has_right
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of the fused path: the only custom_vjp, and the two custom_jvp inside it.
+"""Derivatives of the fused path: its custom_vjp, and the two custom_jvp inside it.
 
     attend          custom_vjp; its rules call
       _forward      custom_jvp: the kernel's value, derivatives of the XLA formula
@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from pallas_flash import dispatch
+from pallas_flash import dispatch, sharding
 from pallas_flash.kernels import xla
-from pallas_flash.problem import DIFFERENTIABLE, Operands, Problem
+from pallas_flash.problem import AXES, DIFFERENTIABLE, Operands, Problem
 
 OUT_NAME = "pallas_flash_out"
 LSE_NAME = "pallas_flash_lse"
@@ -35,11 +35,31 @@ LSE_NAME = "pallas_flash_lse"
 def attention(implementation: str, problem: Problem, operands: Operands) -> tuple[Any, Any]:
     """out (B, T, N, Hv) and lse (B, N, T), differentiable, by the implementation named."""
     if implementation == "xla":
+        return _plain(problem, operands)
+    return attend(problem, sharding.vary_alike(operands))
+
+
+def _plain(problem, operands):
+    """The XLA implementation. The compiler cuts it over a mesh by itself, but under Explicit axes
+    JAX would have to be told the sharding of each of its steps: there each device runs its own.
+    """
+    if not sharding.explicit_axes(operands):
         return xla.attention(problem, operands)
-    return attend(problem, operands)
+    rows, heads = (jnp.arange(n, dtype=jnp.uint32) for n in (problem.batch, problem.num_q_heads))
+
+    def run(operands, rows, heads):
+        if problem.dropout_rate:
+            zero = jnp.zeros_like(rows[0])
+            operands = operands._replace(dropout_origin=jnp.stack([rows[0], heads[0], zero, zero]))
+        return xla.attention(problem.resized(operands), operands)
+
+    words = {n: None if x is None else getattr(AXES, n) for n, x in operands._asdict().items()}
+    labels = (sharding.labelled(Operands(**words), operands), "B", "N")
+    args = (operands, rows, heads)
+    return sharding.over_explicit_shards(run, args, labels, (AXES.query, "B N ."))
 
 
-def _kernels():
+def kernels():
     family = dispatch.gpu_family(dispatch.Device("gpu", (9, 0)))
     assert family is not None
     return family
@@ -93,7 +113,7 @@ def _split(operands: Operands, names: frozenset[str]) -> tuple[dict[str, Any], d
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(problem, operands):
-    return _kernels().forward(problem, operands)
+    return kernels().forward(problem, operands)
 
 
 @_forward.defjvp
@@ -106,9 +126,9 @@ def _forward_jvp(problem, primals, tangents):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _backward(problem, wanted, operands, out, lse, dout, dlse):
     """Gradients by name of the operands in `wanted`; what no kernel makes, by the formula."""
-    kernels = _kernels()
-    by_kernels = wanted & kernels.MADE_BY_KERNELS
-    grads = kernels.backward(problem, operands, out, lse, dout, dlse, by_kernels)
+    family = kernels()
+    by_kernels = wanted & family.MADE_BY_KERNELS
+    grads = family.backward(problem, operands, out, lse, dout, dlse, by_kernels)
     others = wanted - by_kernels
     return grads | (_formula(problem, others, operands, dout, dlse) if others else {})
 

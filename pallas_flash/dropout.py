@@ -59,12 +59,35 @@ def keep(key: Array, batch: Array, head: Array, q_pos: Array, kv_pos: Array, rat
     return keep_in_row(row_keys(key, batch, head, q_pos), kv_pos, rate)
 
 
-def row_keys(key: Array, batch: Array, head: Array, q_pos: Array) -> tuple[Array, Array]:
-    """Two uint32 words for each query row, of the broadcast shape of the counters."""
+def row_keys(
+    key: Array, batch: Array, head: Array, q_pos: Array, first_kv: Array | int = 0
+) -> tuple[Array, Array]:
+    """Two uint32 words for each query row, of the broadcast shape of the counters.
+
+    first_kv: the global position of the key that `keep_in_row` calls 0.
+    """
     state = (key[0], key[1])
     for counter in (batch, head, q_pos):
         state = _absorb(state, _uint32(counter))
-    return state
+    first, second = state
+    return first + _uint32(first_kv), second
+
+
+def counters(sizes: tuple[int, ...], origin: Array | None, broadcast: bool) -> Any:
+    """uint32 counters of batch rows, heads, queries and keys: an open mesh, one axis each.
+
+    Args:
+      sizes: of the call.
+      origin: (4,), the first counter of each; None: 0.
+      broadcast: one pattern for all batch rows and heads: their counters are 0, of size 1.
+    """
+    made = []
+    for axis, size in enumerate(sizes):
+        shared = broadcast and axis < 2
+        first = jnp.uint32(0) if origin is None or shared else _uint32(origin[axis])
+        shape = [-1 if i == axis else 1 for i in range(len(sizes))]
+        made.append(first + jnp.arange(1 if shared else size, dtype=jnp.uint32).reshape(shape))
+    return made
 
 
 def keep_in_row(row_key: tuple[Array, Array], kv_pos: Array, rate: float):
@@ -96,6 +119,7 @@ def dropout_keep_mask(
     q_len: int,
     kv_len: int,
     broadcast: bool = False,
+    origin: Array | None = None,
 ) -> jax.Array:
     """The whole dropout pattern of one call, for tests and inspection.
 
@@ -107,18 +131,15 @@ def dropout_keep_mask(
       rate: its `dropout_rate`.
       batch, num_heads, q_len, kv_len: sizes of the call.
       broadcast: its `broadcast_dropout`: one pattern for all batch rows and heads.
+      origin: uint32 (4,), of a part of a call: its first batch row, head, query and key.
 
     Returns:
       bool, (B, N, T, S), True where the weight is kept (and multiplied by 1 / (1 - rate)).
     """
     shape = (batch, num_heads, q_len, kv_len)
-    b, n, t, s = (
-        jnp.arange(size, dtype=jnp.uint32).reshape([-1 if i == axis else 1 for i in range(4)])
-        for axis, size in enumerate(shape)
-    )
-    if broadcast:
-        b, n = jnp.zeros_like(b[:1]), jnp.zeros_like(n[:, :1])
-    return jnp.broadcast_to(keep(key_data(key), b, n, t, s, rate), shape)
+    b, n, t, s = counters(shape, origin, broadcast)
+    kept = keep(key_data(key), b, n, t, s, rate)
+    return jnp.broadcast_to(kept, shape)
 
 
 def _uint32(x: Array) -> Array:

@@ -258,7 +258,11 @@ class Causal(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
-    """q_pos + shift - left <= kv_pos <= q_pos + shift + right; a side not present is open."""
+    """q_pos + shift - left <= kv_pos <= q_pos + shift + right; a side not present is open.
+
+    A side may be negative: then the window lies beside the diagonal, as it does for the part of a
+    longer sequence whose queries and keys do not begin at the same position.
+    """
 
     has_left: bool
     has_right: bool
@@ -269,8 +273,8 @@ class Window(Mask):
         return True
 
     def bounds(self, values):
-        lower = self.shift - larger(0, _i32(values.window_left)) if self.has_left else None
-        upper = self.shift + larger(0, _i32(values.window_right)) if self.has_right else None
+        lower = self.shift - _i32(values.window_left) if self.has_left else None
+        upper = self.shift + _i32(values.window_right) if self.has_right else None
         return Bounds(lower=lower, upper=upper)
 
 

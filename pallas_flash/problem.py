@@ -5,7 +5,7 @@ nothing of implementations.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +40,8 @@ class Operands(NamedTuple):
       query_segments: int32, (B, T).
       kv_segments: int32, (B, S).
       dropout_key: uint32, (2,).
+      dropout_origin: uint32, (4,): batch row, head, query and key at which the counters of the
+        dropout pattern begin; None: at 0. A part of a larger call draws what that would draw.
     """
 
     query: Array
@@ -57,7 +59,28 @@ class Operands(NamedTuple):
     query_segments: Array | None = None
     kv_segments: Array | None = None
     dropout_key: Array | None = None
+    dropout_origin: Array | None = None
 
+
+# What the axes of each operand are, in the words of sharding.py.
+AXES = Operands(
+    query="B . N .",
+    key="B . K .",
+    value="B . K .",
+    bias="B N . .",
+    scale="B",
+    soft_cap="",
+    sinks="N",
+    alibi_slopes="B N",
+    mask="B N . .",
+    query_lengths="B",
+    kv_lengths="B",
+    window=".",
+    query_segments="B .",
+    kv_segments="B .",
+    dropout_key=".",
+    dropout_origin=".",
+)
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "soft_cap", "sinks", "alibi_slopes")
 
@@ -112,6 +135,19 @@ class Problem:
     def is_empty(self) -> bool:
         """True when there is no logit at all."""
         return 0 in (self.batch, self.q_len, self.kv_len, self.num_q_heads, self.head_dim)
+
+    def resized(self, operands: Operands) -> Self:
+        """The same problem on a part of its batch, heads or sequences."""
+        batch, q_len, num_q_heads, _ = operands.query.shape
+        return dataclasses.replace(
+            self,
+            batch=batch,
+            q_len=q_len,
+            kv_len=operands.key.shape[1],
+            num_q_heads=num_q_heads,
+            num_kv_heads=operands.key.shape[2],
+            bias_shape=None if operands.bias is None else operands.bias.shape,
+        )
 
     @property
     def np_dtype(self) -> np.dtype:

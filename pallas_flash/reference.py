@@ -288,4 +288,5 @@ def _kept(operands, problem):
         q_len=problem.q_len,
         kv_len=problem.kv_len,
         broadcast=problem.broadcast_dropout,
+        origin=operands.dropout_origin,
     )

@@ -24,6 +24,12 @@ def pattern(seed=0, rate=0.3, **changes):
     return np.asarray(draw(jax.random.key(seed), rate=rate, **(SIZES | changes)))
 
 
+def test_an_origin_cuts_a_part_out_of_the_whole_pattern():
+    part = dict(batch=2, num_heads=3, q_len=50, kv_len=70)
+    got = pattern(**part, origin=(1, 2, 30, 40))
+    np.testing.assert_array_equal(got, pattern()[1:3, 2:5, 30:80, 40:110])
+
+
 def pattern_of(key):
     return np.asarray(draw(key, rate=0.3, **SIZES))
 

@@ -46,6 +46,24 @@ def test_train_lm_learns_and_compares(text, tmp_path, capsys):
     assert printed.count("mean |difference| of the last 50 losses") == 2
 
 
+def test_train_lm_over_a_mesh_loses_what_one_device_loses(text, tmp_path):
+    if len(train_lm.jax.devices()) < 8:
+        pytest.skip("needs eight devices")
+    files = ["--text", str(text), "--plot", str(tmp_path / "loss.png")]
+    few = [*SMALL, *files, "--steps", "6"]
+    (one,) = train_lm.main(few)
+    (split,) = train_lm.main([*few, "--mesh", "data=2,sequence=2,model=2"])
+    np.testing.assert_allclose(split.losses, one.losses, rtol=1e-4)
+    assert abs(split.held_out_loss - one.held_out_loss) < 1e-3
+
+
+@pytest.mark.parametrize("mesh", ["rows=2", "data", "data=0", "data=1000"])
+def test_train_lm_refuses_a_mesh_that_it_cannot_make(mesh, capsys):
+    with pytest.raises(SystemExit):
+        train_lm.main(["--mesh", mesh])
+    assert "argument --mesh" in capsys.readouterr().err
+
+
 def test_train_lm_refuses_too_little_text(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("short")

@@ -171,10 +171,11 @@ def test_only_masks_that_are_all_bounds_say_so():
     assert not Segments().is_bounds and not (Causal() & Dense()).is_bounds
 
 
-def test_a_negative_window_side_counts_as_zero():
-    values = VALUES._replace(window_left=np.int32(-4), window_right=np.int32(-1))
+@pytest.mark.parametrize(("left", "right"), [(-4, 9), (9, -4)])
+def test_a_negative_window_side_is_a_window_beside_the_diagonal(left, right):
+    values = VALUES._replace(window_left=np.int32(left), window_right=np.int32(right))
     allowed = Window(True, True).allowed(Q_POS, KV_POS, values)
-    np.testing.assert_array_equal(np.asarray(allowed), AHEAD == 0)
+    np.testing.assert_array_equal(np.asarray(allowed), (AHEAD >= -left) & (AHEAD <= right))
 
 
 @pytest.mark.parametrize("combine", [lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a])

@@ -144,6 +144,7 @@ class _Shared(NamedTuple):
     kv_lengths: Array | None
     window: Array | None  # int32, (2,)
     dropout_key: Array | None
+    dropout_origin: Array | None  # uint32, (4,)
 
 
 class _Carry(NamedTuple):
@@ -210,6 +211,7 @@ def _by_role(problem, operands):
         kv_lengths=shaped(operands.kv_lengths, b, 1, 1, 1, 1),
         window=operands.window,
         dropout_key=operands.dropout_key,
+        dropout_origin=operands.dropout_origin,
     )
     return rows, keys, _Pairs(grouped(operands.bias), grouped(operands.mask)), shared
 
@@ -377,13 +379,15 @@ def _mask_values(shared):
 
 
 def _kept(problem, shared, rows, keys):
-    groups = (problem.num_kv_heads, problem.q_per_kv)
-    batch, head = jnp.uint32(0), jnp.uint32(0)
-    if not problem.broadcast_dropout:
-        batch = jnp.arange(problem.batch, dtype=jnp.uint32).reshape(-1, 1, 1, 1, 1)
-        head = jnp.arange(problem.num_q_heads, dtype=jnp.uint32).reshape(*groups, 1, 1)
-    key, rate = shared.dropout_key, problem.dropout_rate
-    return dropout.keep(key, batch, head, rows.pos, keys.pos, rate)
+    groups = (1, 1) if problem.broadcast_dropout else (problem.num_kv_heads, problem.q_per_kv)
+    origin = shared.dropout_origin
+    sizes = (problem.batch, problem.num_q_heads)
+    batch, head = dropout.counters(sizes, origin, problem.broadcast_dropout)
+    batch, head = batch.reshape(-1, 1, 1, 1, 1), head.reshape(*groups, 1, 1)
+    q_pos, kv_pos = rows.pos, keys.pos
+    if origin is not None:
+        q_pos, kv_pos = q_pos.astype(jnp.uint32) + origin[2], kv_pos.astype(jnp.uint32) + origin[3]
+    return dropout.keep(shared.dropout_key, batch, head, q_pos, kv_pos, problem.dropout_rate)
 
 
 def _product(problem, x, y, contract_v):

@@ -2,7 +2,8 @@
 
 Nothing is padded in HBM beyond what a tiled copy needs: lengths to a multiple of 8, head dims to a
 multiple of 16, in the backward of 64 (a call that needs neither is copied nowhere). A vmapped call
-is folded into the batch axis, so it runs as one launch.
+is folded into the batch axis, so it runs as one launch; over a mesh each device launches its own
+shards.
 """
 
 import functools
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import dropout, io_kernels, io_model, tuned
+from pallas_flash import dropout, io_kernels, io_model, sharding, tuned
 from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
@@ -166,37 +167,86 @@ def _extras(problem: Problem, operands: Operands) -> Extras:
 def _dropout_rows(problem: Problem, operands: Operands):
     """uint32 (1|B, 1|N, 2, T): what the pattern needs to know of each query."""
     sizes = (problem.batch, problem.num_q_heads, problem.q_len)
-    if problem.broadcast_dropout:
-        sizes = (1, 1, problem.q_len)
-    counters = (jnp.arange(n, dtype=jnp.uint32) for n in sizes)
-    batch, head, q_pos = jnp.meshgrid(*counters, indexing="ij", sparse=True)
-    return jnp.stack(dropout.row_keys(operands.dropout_key, batch, head, q_pos), axis=2)
+    origin = operands.dropout_origin
+    batch, head, q_pos = dropout.counters(sizes, origin, problem.broadcast_dropout)
+    first_kv = 0 if origin is None else origin[3]
+    return jnp.stack(dropout.row_keys(operands.dropout_key, batch, head, q_pos, first_kv), axis=2)
 
 
-def _foldable(run: Callable[..., Any], *, share: bool = True) -> Callable[..., Any]:
-    """run(*args), all arrays batch first, such that vmap becomes a larger batch.
+# What the axes of each array are, in the words of sharding.py.
+_Q, _KV, _ROWS = "B . N .", "B . K .", "B N ."
+_EXTRAS = Extras(
+    query_lengths="B",
+    kv_lengths="B",
+    window="B .",
+    query_segments="B .",
+    kv_segments="B .",
+    mask="B N . .",
+    bias="B N . .",
+    alibi_slopes="B N",
+    soft_cap="B",
+    sinks="B N",
+    dropout_rows="B N . .",
+)
 
-    share: an extra of one row that is not mapped stays one row, and serves all (lengths do not:
-    every row has its own). Not where run returns its gradient, of which every example has its own.
+
+def _labels(arrays: _Arrays) -> _Arrays:
+    words = {name: getattr(_EXTRAS, name) for name in arrays.extras.present()}
+    words = _Arrays(q=_Q, k=_KV, v=_KV, scale="B", extras=Extras(**words))
+    return sharding.labelled(words, arrays)
+
+
+def _foldable(
+    run: Callable[..., Any], labels: Any, results: Any, *, share: bool = True, mapped: int = 0
+) -> Callable[..., Any]:
+    """run(*args), all arrays batch first, cut over a mesh, such that vmap becomes a larger batch.
+
+    Args:
+      run: a function of arrays.
+      labels, results: what the axes of its arguments and results are.
+      share: an extra of one row that is not mapped stays one row, and serves all (lengths do not:
+        every row has its own). Not where run returns its gradient, of which every example has its
+        own.
+      mapped: how many axes of vmap the arguments have.
     """
-    call = jax.custom_batching.custom_vmap(run)
+    call = jax.custom_batching.custom_vmap(
+        lambda *args: sharding.over_shards(run, args, labels, results)
+    )
 
     @call.def_vmap
     def rule(axis_size, in_batched, *args):
-        def fold(path, x, batched):
-            names = {getattr(key, "name", None) for key in path}
-            shareable = "extras" in names and not names & {"query_lengths", "kv_lengths"}
-            if share and shareable and not batched and x.shape[0] == 1:
-                return x
-            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
-
-        folded = jax.tree_util.tree_map_with_path(fold, args, tuple(in_batched))
-        out = _foldable(run, share=share)(*folded)
-        out = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), out)
+        del axis_size
+        letter = f"v{mapped}"
+        more = lambda word, batched=True: f"{letter} {word}" if batched else word
+        mapped_labels = jax.tree.map(more, labels, tuple(in_batched))
+        mapped_results = jax.tree.map(more, results)
+        # Folded inside the shards: there the batch is whole, whichever of the two axes is cut.
+        folded = functools.partial(_run_folded, run, in_batched, share)
+        out = _foldable(folded, mapped_labels, mapped_results, share=share, mapped=mapped + 1)(
+            *args
+        )
         return out, jax.tree.map(lambda _: True, out)
 
     return call
+
+
+def _run_folded(run: Callable[..., Any], in_batched, share: bool, *args):
+    """run of arguments with an axis in front where `in_batched` says so, folded into the batch."""
+    examples = jax.tree.map(
+        lambda x, batched: x.shape[0] if batched else 0, args, tuple(in_batched)
+    )
+    size = max(jax.tree.leaves(examples))
+
+    def fold(path, x, batched):
+        names = {getattr(key, "name", None) for key in path}
+        shareable = "extras" in names and not names & {"query_lengths", "kv_lengths"}
+        if share and shareable and not batched and x.shape[0] == 1:
+            return x
+        x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+        return x.reshape(size * x.shape[1], *x.shape[2:])
+
+    out = run(*jax.tree_util.tree_map_with_path(fold, args, tuple(in_batched)))
+    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
 
 
 def _launch_arguments(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
@@ -214,7 +264,8 @@ def _launch_arguments(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
 def forward(problem: Problem, operands: Operands):
     """out (B, T, N, Hv) and lse (B, N, T), float32, natural log."""
     arrays = _arrays(problem, operands, FORWARD_HEAD_TILE)
-    out, lse = _foldable(functools.partial(_run_forward, problem))(arrays)
+    run = functools.partial(_run_forward, problem)
+    out, lse = _foldable(run, (_labels(arrays),), (_Q, _ROWS))(arrays)
     return out[:, : problem.q_len, :, : problem.head_dim_v], lse
 
 
@@ -263,11 +314,16 @@ def backward(
     arrays = _arrays(problem, operands, BACKWARD_HEAD_TILE)
     scale = problem.scale if operands.scale is None else operands.scale
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (problem.batch,))
-    run = functools.partial(_run_backward, problem, wanted)
-    run = _foldable(run, share="bias" not in wanted)
     query = operands.query if "scale" in wanted else None
     out, dout = (_pad_tiles(x, BACKWARD_HEAD_TILE) for x in (out, dout))
-    grads = run(arrays, scale, query, out, dout, lse, dlse)
+    args = (arrays, scale, query, out, dout, lse, dlse)
+    words = (_labels(arrays), "B", query if query is None else _Q, _Q, _Q, _ROWS, _ROWS)
+    made = dict(query=_Q, key=_KV, value=_KV, scale="B", sinks="B N", bias=words[0].extras.bias)
+    made = {name: made[name] for name in wanted | {"query", "key", "value"}}
+    for name in wanted & {"bias", "sinks"}:
+        made[name] = sharding.whole_where(made[name], getattr(operands, name))
+    run = functools.partial(_run_backward, problem, wanted)
+    grads = _foldable(run, words, made, share="bias" not in wanted)(*args)
     grads["key"] = grads["key"][:, : problem.kv_len, :, : problem.head_dim]
     grads["value"] = grads["value"][:, : problem.kv_len, :, : problem.head_dim_v]
     if "scale" in wanted and operands.scale is not None and not operands.scale.ndim:
@@ -276,7 +332,7 @@ def backward(
         grads["sinks"] = grads["sinks"].sum(0)
     for name in wanted - {"query", "key", "value"}:
         grads[name] = grads[name].astype(getattr(operands, name).dtype)
-    return grads
+    return {name: sharding.like(x, getattr(operands, name)) for name, x in grads.items()}
 
 
 def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, dout, lse, dlse):

@@ -9,7 +9,6 @@ import functools
 import heapq
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -126,12 +125,13 @@ def walk_keys(bounds: masks.Bounds, q_lo: Int, q_hi: Int, kv_len: int, block_kv:
 def mask_facts(mask: masks.Mask, q_len: int, kv_len: int, config) -> MaskFacts:
     if needs_visits(mask):
         return MaskFacts(hides=True)
-    probe = masks.MaskValues(*[np.int32(0)] * len(masks.MaskValues._fields))
-    with jax.ensure_compile_time_eval():
-        bounds = with_ragged_end(mask.bounds(probe), kv_len, config.block_kv)
+    # A bound that depends on run-time numbers differs between the smallest and the largest.
+    fields = len(masks.MaskValues._fields)
+    probes = (masks.MaskValues(*[number] * fields) for number in (-(2**30), 2**30))
+    bounds, other = (with_ragged_end(mask.bounds(p), kv_len, config.block_kv) for p in probes)
     present = [b for b in dataclasses.astuple(bounds) if b is not None]
     hides_before = bounds.lower is not None
-    if hides_before or not all(isinstance(b, int) for b in present):
+    if hides_before or bounds != other:
         return MaskFacts(False, True, hides_before, False, False)
     one_masked_step = sees_at_once = True
     for q_lo in range(0, q_len, config.block_q):

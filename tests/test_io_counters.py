@@ -1,6 +1,7 @@
 """What compares the IO model to a GPU's counters: with counters that say what the model says."""
 
 import copy
+import json
 
 import pytest
 
@@ -82,3 +83,24 @@ def test_regimes_of_the_shapes():
             for backward in (False, True)
         }
         assert (regimes == {io_model.RESIDENT}) is (shape != io_counters.STREAMING)
+
+
+MEASURED = json.loads(io_counters.FILE.read_text())
+ROWS = io_counters.compared(MEASURED)
+CHECKED = ("device memory read", "device memory written", "L2 to SM")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.shape}-{row.direction}-{row.what}")
+def test_model_is_what_an_h200_counts(row):
+    """Within 5 % for our kernels, within 10 % for XLA's naive attention."""
+    if row.what in CHECKED:
+        naive = {shape.name for shape in io_counters.NAIVE}
+        assert row.deviation < (0.10 if row.shape in naive else 0.05), row
+
+
+def test_everything_was_counted():
+    assert io_counters.TO_SM in MEASURED["metrics"]
+    for shape in io_counters.SHAPES:
+        for direction in ("forward", "backward"):
+            found = {r.what for r in ROWS if (r.shape, r.direction) == (shape.name, direction)}
+            assert found >= set(CHECKED)

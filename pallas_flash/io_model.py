@@ -62,11 +62,13 @@ class Residency(NamedTuple):
       active_bytes: read by several of them.
       sharing: how many of them read the same.
       regime: RESIDENT, BORDERLINE or STREAMING.
+      again_bytes: read once more by blocks that run later than the others of their head.
     """
 
     active_bytes: int
     sharing: float
     regime: str
+    again_bytes: int = 0
 
 
 def _residency(active_bytes: float, sharing: float, speeds: hardware.GpuSpeeds) -> Residency:
@@ -123,7 +125,25 @@ def backward_residency(
     wide = io_kernels.padded(problem, BACKWARD_HEAD_TILE)
     a_query = (wide.head_dim + wide.head_dim_v) * problem.np_dtype.itemsize
     a_query += wide.head_dim * io_counts.FLOAT32_BYTES
-    return _residency(heads * queries * a_query, limits.num_sms / heads, speeds)
+    residency = _residency(heads * queries * a_query, limits.num_sms / heads, speeds)
+    if problem.mask.parts() or residency.regime == STREAMING:
+        return residency
+    a_head = problem.q_per_kv * problem.q_len * a_query
+    again = _heads_again(pairs, kv_tiles, a_head, speeds, limits) * a_head
+    return residency._replace(again_bytes=again)
+
+
+def _heads_again(
+    pairs: int, kv_tiles: int, a_head: int, speeds: hardware.GpuSpeeds, limits: hardware.GpuLimits
+) -> int:
+    """Heads that two waves of equally long blocks have a part in, where L2 cannot hold a wave.
+
+    By the time the second wave begins with what the first one began with, that is gone.
+    """
+    if max(1.0, limits.num_sms / kv_tiles) * a_head <= speeds.l2_bytes:
+        return 0
+    ends = range(limits.num_sms, pairs * kv_tiles, limits.num_sms)
+    return sum(end % kv_tiles != 0 for end in ends)
 
 
 class Dram(NamedTuple):
@@ -153,7 +173,7 @@ def dram(counts: Counts, residency: Residency) -> Dram:
             return access.distinct
         return max(access.distinct, int(moved / residency.sharing))
 
-    reads = writes = 0
+    reads, writes = residency.again_bytes, 0
     for one in counts.passes:
         added = {a.tensor: a.moved for a in one.writes}
         # What is added to in L2 moves nothing to a multiprocessor, but is fetched to be added to.

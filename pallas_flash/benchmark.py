@@ -14,7 +14,8 @@ elsewhere both are wall time. `forward` is the call alone, `backward` is forward
 forward, so it includes everything a gradient needs; decoding has the forward alone. TFLOP/s are of
 the products over visible pairs; floor/time is the least time that these and the bytes of inputs and
 results can take (`io_model`), by the matrix product and the copy timed in the same process. Ten
-launches are a burst, not what a power-limited card holds for seconds: read the ratios.
+launches after a pause are a burst, not what a power-limited card holds for seconds: read the
+ratios.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from pallas_flash.peers import Attention, implementations
 WARM_UPS = 3
 LAUNCHES = 10
 SUSTAINED_S = 2.0
+PAUSE_S = 0.25  # before each burst: the card is power-limited, and the next would find it warm
 MAX_RELATIVE_ERROR = 1e-2  # between two bfloat16 implementations; rounding alone is 2e-3..4e-3
 NO_PEERS = ("pallas_flash", "deterministic", "chunked xla", "naive")
 
@@ -87,8 +89,8 @@ def measured_speeds() -> hardware.GpuSpeeds:
     """This GPU's matrix products and copies, timed; the rest is an H200's."""
     a = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
     product_ms = kernel_times(jax.jit(jnp.matmul), a, a)
-    big = jnp.zeros(2**30, jnp.bfloat16)
-    copy_ms = kernel_times(jax.jit(lambda x: x + 1), big)
+    big = jnp.zeros(2**29, jnp.float32)
+    copy_ms = kernel_times(jax.jit(jnp.copy), big)
     return dataclasses.replace(
         hardware.H200,
         name=jax.devices()[0].device_kind,
@@ -180,6 +182,7 @@ def run_shape(
                     continue
             del got
             for way in wanted:
+                time.sleep(PAUSE_S if jax.default_backend() == "gpu" else 0.0)
                 result[f"{way}_ms"] = measure(programs[name, way], *arguments[way])
                 result[f"{way}_wall_ms"] = wall_times(programs[name, way], *arguments[way])
         except Exception as error:

@@ -48,7 +48,10 @@ def test_file_map_is_complete():
         assert (ROOT / name).exists(), f"the file map names {name}, which does not exist"
 
 
-@pytest.mark.parametrize("name", ["h200.json", "h200_variants.json"])
+@pytest.mark.parametrize(
+    "name", ["h200.json", "h200_more.json", "h200_variants.json", "h200_deterministic.json"]
+)
 def test_table_is_that_of_the_figures(name):
     told = json.loads((ROOT / "benchmarks" / name).read_text())
     assert benchmark.markdown_table(told) in README
+    assert benchmark.naive_table(told) in README

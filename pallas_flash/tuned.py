@@ -94,8 +94,8 @@ _BACKWARD = {
     ),
     (128, 128): (  # 630 full, 625 causal
         Tuned(_KEYS_128),
-        # 24 with lengths, 16 with a soft cap
-        Tuned(_KEYS_128, spill_bytes=32, term_spill_bytes=16),
+        # 24 with lengths, with a window; 16 with a soft cap
+        Tuned(_KEYS_128, spill_bytes=32, term_spill_bytes=24),
     ),
     (256, 256): (Tuned(_ROLES),) * 2,  # 507 full, 496 causal
     (192, 192): (Tuned(_ROLES),) * 2,  # 451 causal, T 4096

@@ -119,7 +119,7 @@ def test_unreadable_log_is_an_error():
 
 
 def _cases(head_dim):
-    if head_dim == 128:
+    if head_dim == 192:  # not with 128, whose backward it has
         yield 96, 96, "causal-lengths", "bfloat16"
     for head_dim_v in tuned.HEAD_DIMS:
         for variant in THOROUGH if head_dim == head_dim_v else BRIEF:

@@ -59,6 +59,19 @@ def runnable(implementation):
 
 # In interpret mode a case takes seconds: one of each kind there, all of them on a GPU.
 SLOW_WITHOUT_GPU = {
+    "dropout",
+    "sinks-causal",
+    "alibi-causal-gqa",
+    "gqa4-causal-ragged",
+    "segments-causal",
+    "gqa-d256-causal",
+    "kv-lengths-with-zero",
+    "soft-cap",
+    "scale-negative",
+    "one-query",
+    "everything-deterministic",
+    "tile-edge-129-causal",
+    "window-left-causal",
     "decode-gqa4-lengths-sinks",
     "full-f16",
     "causal-bf16",

@@ -369,6 +369,9 @@ def over_explicit_shards(
 
     What every device has whole stays so, and each cuts its own part out of it: the gradient of such
     an argument is one sum over the devices.
+
+    Raises:
+      NotImplementedError: vmap maps an axis that is cut by one of `manual`.
     """
     leaves = jax.tree.leaves(args)
     words = jax.tree.leaves(labels)
@@ -377,9 +380,17 @@ def over_explicit_shards(
     manual = manual | {a for axes in plan.axes.values() for a in axes}
     on_shards, in_specs = _by_own_specs(run, plan, args, labels, results)
     out_specs = jax.tree.map(plan.spec, results)
-    return jax.shard_map(
-        on_shards, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual
-    )(*args)
+    options: dict[str, Any] = dict(in_specs=in_specs, out_specs=out_specs, axis_names=manual)
+    try:
+        return jax.shard_map(on_shards, mesh=mesh, **options)(*args)
+    except ValueError as error:
+        if "axis_names" not in str(error):
+            raise
+        # Within vmap a mesh axis that cuts the mapped one is nobody's; kernels need all of a mesh.
+        raise NotImplementedError(
+            "vmap maps an axis that is sharded over an Explicit mesh axis: shard another axis, "
+            "make the mesh Auto (axis_types=AxisType.Auto), or use implementation='xla'"
+        ) from error
 
 
 def _by_own_specs(run: Callable[..., Any], plan: _Plan, args: Any, labels: Labels, results: Labels):

@@ -251,6 +251,21 @@ def test_kernels_inside_shard_map_with_checked_types(terms):
 # --- errors ---------------------------------------------------------------------------------------
 
 
+def test_vmap_over_an_axis_that_an_explicit_mesh_shards():
+    """XLA runs it, the kernels say what to do."""
+    mesh = _mesh("Explicit")
+    q = _normal(0, 2, 2, LENGTH, 4, 64, dtype=jnp.bfloat16)
+
+    def attend(implementation):
+        return jax.vmap(lambda q: dot_product_attention(q, q, q, implementation=implementation))
+
+    with jax.set_mesh(mesh):
+        split = _put(mesh, q, "data", None, None, "model")
+        _lowered(attend("xla"), split)
+        with pytest.raises(NotImplementedError, match="an Explicit mesh axis.*make the mesh Auto"):
+            _lowered(attend("mosaic_gpu"), split)
+
+
 def test_shardings_that_would_need_communication_are_refused_with_a_remedy():
     mesh = _mesh("Explicit")
     q, k, v = (_normal(i, BATCH, LENGTH, 4, 8) for i in range(3))

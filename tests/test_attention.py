@@ -59,6 +59,13 @@ def runnable(implementation):
 
 # In interpret mode a case takes seconds: one of each kind there, all of them on a GPU.
 SLOW_WITHOUT_GPU = {
+    "bias-f32-broadcast",
+    "segments-packed-d128-causal",
+    "mask-blocks",
+    "window-gqa-d128-causal",
+    "long-kv-d128",
+    "head-dim-1",
+    "bottom-right-empty-rows",
     "dropout",
     "sinks-causal",
     "alibi-causal-gqa",

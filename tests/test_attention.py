@@ -59,6 +59,8 @@ def runnable(implementation):
 
 # In interpret mode a case takes seconds: one of each kind there, all of them on a GPU.
 SLOW_WITHOUT_GPU = {
+    "both-lengths-causal-gqa",
+    "bias-full-deterministic",
     "bias-f32-broadcast",
     "segments-packed-d128-causal",
     "mask-blocks",

@@ -78,7 +78,9 @@ def test_vmap_of_value_and_gradient(implementation, in_axes):
     _close(got, both(dense)(*_wide(arrays)), implementation, factor=2)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+)
 def test_vmap_over_a_scale_and_lengths(implementation):
     q, k, v = _qkv(implementation, (2, 24, 1, 64))
     scales, lengths = jnp.array([-0.3, 0.0]), jnp.array([[24, 3], [0, 20]])
@@ -166,7 +168,8 @@ def _third(x):
 
 @pytest.mark.parametrize(
     ("derivative", "implementation"),
-    [(d, i) for i in IMPLEMENTATIONS for d in ("hessian", "grad_of_grad", "scale")]
+    [(d, i) for i in IMPLEMENTATIONS for d in ("hessian", "grad_of_grad")]
+    + [("scale", "xla"), pytest.param("scale", "mosaic_gpu", marks=pytest.mark.gpu)]
     + [("hvp", "xla"), pytest.param("hvp", "mosaic_gpu", marks=pytest.mark.gpu)],  # slow without
 )
 def test_second_derivatives(implementation, derivative):

@@ -83,7 +83,7 @@ def compiled(case: Case):
     return run
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(cases())
 def test_any_composition_matches_the_oracle(case):
     run = compiled(case)

@@ -152,7 +152,11 @@ def test_unfused_is_refused_with_its_reason(case):
     assert "not fused" in verdict.why or "dtype" in verdict.why
 
 
-@pytest.mark.parametrize("case", FUSED, ids=str)
+# Every case on the oldest JAX; on later ones every second, beside what test_aot compiles there.
+LOWERED = FUSED if jax.__version_info__ < (0, 12) else FUSED[::2]
+
+
+@pytest.mark.parametrize("case", LOWERED, ids=str)
 def test_fused_lowers_for_cuda(case):
     """Forward and backward of every fused case, cross-lowered, with no fallback in them."""
     qkv, kwargs = case.arguments()

@@ -163,6 +163,11 @@ def _all(tests):
 class Mask:
     """Base of all masks: hides nothing. Compose with `&`."""
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the operands that hold its run-time numbers."""
+        return frozenset()
+
     def bounds(self, values: MaskValues) -> Bounds:
         """What of this mask is a band or a length. The conservative default: no bound."""
         del values
@@ -221,6 +226,10 @@ class And(Mask):
 
     masks: tuple[Mask, ...] = ()
 
+    @property
+    def reads(self):
+        return frozenset().union(*(mask.reads for mask in self.masks))
+
     def bounds(self, values):
         out = Bounds()
         for mask in self.masks:
@@ -269,6 +278,10 @@ class Window(Mask):
     shift: int = 0
 
     @property
+    def reads(self):
+        return frozenset({"window"})
+
+    @property
     def is_steady(self):
         return True
 
@@ -285,6 +298,10 @@ class Lengths(Mask):
     has_query: bool
     has_kv: bool
 
+    @property
+    def reads(self):
+        return frozenset({"query_lengths", "kv_lengths"})
+
     def bounds(self, values):
         return Bounds(
             q_end=_i32(values.query_length) if self.has_query else None,
@@ -295,6 +312,10 @@ class Lengths(Mask):
 @dataclasses.dataclass(frozen=True)
 class Segments(Mask):
     """A query sees the keys of its own segment."""
+
+    @property
+    def reads(self):
+        return frozenset({"query_segments", "kv_segments"})
 
     def allowed_beyond_bounds(self, q_pos, kv_pos, values):
         return values.query_segments == values.kv_segments
@@ -316,6 +337,10 @@ class Segments(Mask):
 @dataclasses.dataclass(frozen=True)
 class Dense(Mask):
     """A boolean array of the user's, True where the pair is visible."""
+
+    @property
+    def reads(self):
+        return frozenset({"mask"})
 
     def allowed_beyond_bounds(self, q_pos, kv_pos, values):
         return values.dense

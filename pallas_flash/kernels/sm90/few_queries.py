@@ -53,23 +53,12 @@ class Rows(NamedTuple):
 
 def applies(problem: Problem, extras: Extras) -> bool:
     """Whether a call is better run this way."""
-    masked_by = {name for part in problem.mask.parts() for name in _arrays_of(part)}
     return (
         problem.q_len <= MOST_QUERIES
         and problem.q_len * problem.q_per_kv <= MOST_ROWS
         and problem.kv_len >= FEWEST_KEYS
-        and extras.present() <= TERMS | masked_by
+        and extras.present() <= TERMS | problem.mask.reads
     )
-
-
-def _arrays_of(mask: masks.Mask) -> tuple[str, ...]:
-    """Names of the extras that a mask reads."""
-    return {
-        masks.Lengths: ("query_lengths", "kv_lengths"),
-        masks.Window: ("window",),
-        masks.Segments: ("query_segments", "kv_segments"),
-        masks.Dense: ("mask",),
-    }.get(type(mask), ())
 
 
 def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:

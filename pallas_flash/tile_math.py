@@ -47,27 +47,29 @@ _SMALL = 1 / 3
 _TANH = (0.9999925047875612, -0.33278553128163236, 0.12336379960)
 
 
-def squashed(scores, factor, all_within=None):
-    """tanh(factor * scores), to 4e-7, for factor > 0.
+def squashed(scores, factor, top, *, reciprocal, all_within=None):
+    """top * tanh(factor * scores), the tanh to 4e-7, for factor > 0.
 
+    reciprocal: of a tile.
     all_within: (tile, limit) -> are all of some group of elements within +-limit? Most logits are
     small against their cap, and there tanh is a short polynomial: no exponential, of which a GPU
     makes few in the time of a product.
     """
-    any_tanh = lambda: 1.0 - 2.0 / (1.0 + jnp.exp2(scores * (factor * (2 * LOG2E))))
+    power = lambda: 1.0 + jnp.exp2(scores * (factor * (2 * LOG2E)))
+    any_tanh = lambda: top - (2.0 * top) * reciprocal(power())
     if all_within is None:
         return any_tanh()
     has_powers = (factor > 1e-6) & (factor < 1e6)  # the fifth is a float32
     is_small = all_within(scores, jnp.where(has_powers, _SMALL / factor, -1.0))
-    return lax.cond(is_small, lambda: _small_tanh(scores, factor), any_tanh)
+    return lax.cond(is_small, lambda: _small_tanh(scores, factor, top), any_tanh)
 
 
-def _small_tanh(scores, factor):
-    """Horner's rule in scores^2, the factor in the coefficients."""
+def _small_tanh(scores, factor, top):
+    """Horner's rule in scores^2, factor and top in the coefficients."""
     square = scores * scores
-    cubed = factor * factor * factor
+    first, cubed = top * factor, top * (factor * factor * factor)
     sum_ = _TANH[2] * (cubed * (factor * factor)) * square + _TANH[1] * cubed
-    return scores * (sum_ * square + _TANH[0] * factor)
+    return scores * (sum_ * square + _TANH[0] * first)
 
 
 def sloped(weights, squashed):
@@ -94,9 +96,23 @@ def finite_pivot(row_max):
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 
-def weights(scores, scale2, pivot, q_axis: int = 0):
-    """Unnormalised probabilities 2^(scale2 * score - pivot)."""
-    return jnp.exp2(scores * scale2 - spread(pivot, scores.shape, q_axis))
+def weights(scores, scale2, pivot=None, q_axis: int = 0):
+    """Unnormalised probabilities 2^(scale2 * score - pivot); no pivot: 0."""
+    exponents = scores * scale2
+    return jnp.exp2(exponents if pivot is None else exponents - spread(pivot, scores.shape, q_axis))
+
+
+_MOST_EXPONENT = 80.0
+
+
+def needs_pivot(logit_bound: float | None, dtype) -> bool:
+    """Whether weights must be taken relative to the maximum of their row.
+
+    Not where every logit is within +-logit_bound (None: unknown) and 2^80 at most, in bfloat16,
+    whose exponent is that of a float32: with sums of a million keys, values between 1e-13 and 1e9
+    times the smallest and the largest float32 stay where they are.
+    """
+    return logit_bound is None or dtype != jnp.bfloat16 or logit_bound * LOG2E > _MOST_EXPONENT
 
 
 def dlogits(probs, dprobs, *, has_hidden):

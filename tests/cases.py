@@ -198,6 +198,8 @@ FUSED = (
     ),
     Case("bias-bf16-row", arrays={"bias": ("bfloat16", (1, 2, 1, 136))}, static=CAUSAL),
     Case("soft-cap", static={"logits_soft_cap": 5.0}),
+    # The largest cap with which no row keeps its maximum; many logits are near it, up or down.
+    Case("soft-cap-saturated", static=CAUSAL | {"logits_soft_cap": 55.0, "scale": 5.0}),
     Case("soft-cap-traced", arrays={"logits_soft_cap": 4.0}, static=CAUSAL),
     Case("sinks-causal", static=CAUSAL, arrays={"sinks": ("float32", (2,))}),
     Case(

@@ -274,3 +274,16 @@ def test_all_within_asks_each_warp():
     wanted = np.full((64, 8), 2.0)
     wanted[32:48] = 1.0
     np.testing.assert_array_equal(_accumulator_kernel(body, (64, 8), tile), wanted)
+
+
+def test_reciprocal():
+    """Of infinity 0, as a tanh wants it."""
+    tile = jnp.exp2(jnp.linspace(0.0, 127.0, 64 * 64).reshape(64, 64)).at[3, 5].set(jnp.inf)
+
+    def body(tile_ref, out_ref):
+        values = plgpu.load(tile_ref, layout=registers.ACC_LAYOUT, optimized=False)
+        out_ref[...] = op.reciprocal(values)
+
+    got = _accumulator_kernel(body, (64, 64), tile)
+    tiny = float(jnp.finfo(jnp.float32).tiny)  # below it the instruction gives 0
+    np.testing.assert_allclose(got, 1 / np.asarray(tile), rtol=3e-7, atol=tiny)

@@ -277,10 +277,16 @@ def _run_forward(problem: Problem, arrays: _Arrays):
         arrays.k,
         arrays.v,
         arrays.scale,
+        logit_bound=_logit_bound(problem),
         config=tuned.forward_of(problem),
         **_launch_arguments(problem, arrays),
     )
     return out, lse[:, :, : problem.q_len]
+
+
+def _logit_bound(problem: Problem) -> float | None:
+    """No logit is larger, where that is known before the call runs."""
+    return problem.soft_cap if isinstance(problem.soft_cap, float) else None
 
 
 def _run_few_queries(problem: Problem, arrays: _Arrays):
@@ -295,6 +301,7 @@ def _run_few_queries(problem: Problem, arrays: _Arrays):
         q_len=q_len,
         kv_len=problem.kv_len // rows.parts,
         extras=rows.extras,
+        logit_bound=_logit_bound(problem),
         config=tuned.few_queries(arrays.q.shape[-1], arrays.v.shape[-1]),
         interpret=problem.interpret,
     )

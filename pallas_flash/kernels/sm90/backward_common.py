@@ -247,7 +247,8 @@ class Block:
         return masked or (is_tame is not True and jnp.logical_not(is_tame))
 
     def units(self) -> logits.Units:
-        return logits.units(self.launch, self.gmem.extras, self.gmem.scale, self.walk.b)
+        scale, extras = self.gmem.scale, self.gmem.extras
+        return logits.units(self.launch, extras, scale, self.walk.b, keeps_tanh=True)
 
     def add_dbias(self, dlogits, place: logits.Place, ki: Int, part: Int) -> None:
         """Adds dlogits (keys in rows, float32), part `part` of its tile, to the bias gradient."""

@@ -383,7 +383,7 @@ def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
     sees = lse > -jnp.inf
     plan = work.plan
     return _Statistics(
-        units=logits.units(plan, gmem.extras, gmem.scale, work.tile.batch),
+        units=logits.units(plan, gmem.extras, gmem.scale, work.tile.batch, keeps_tanh=True),
         lse2=jnp.where(sees, lse * tile_math.LOG2E, jnp.inf),
         delta=jnp.where(sees, load(gmem.delta) * (1.0 - plan.dropout_rate), 0.0),
     )

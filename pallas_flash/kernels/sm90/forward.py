@@ -86,6 +86,7 @@ def flash_forward(
     extras: Extras = NO_EXTRAS,
     alibi_shift: int = 0,
     dropout_rate: float = 0.0,
+    logit_bound: float | None = None,
     config: ForwardConfig,
     num_sms: int = hardware.SM90.num_sms,
     interpret: bool = False,
@@ -105,6 +106,7 @@ def flash_forward(
       extras: arrays of the mask and of further terms. Behind a kv length k and v may hold anything.
       alibi_shift: of the diagonal where ALiBi's distance is 0.
       dropout_rate: with `extras.dropout_rows`.
+      logit_bound: no logit is larger, up or down; None where nothing is known.
       config: tiles, rings and order.
       num_sms: blocks of a scheduled launch.
       interpret: run in Pallas' interpret mode.
@@ -131,6 +133,8 @@ def flash_forward(
         terms=extras.present(),
         alibi_shift=alibi_shift,
         dropout_rate=dropout_rate,
+        has_pivot="sinks" in extras.present()
+        or tile_math.needs_pivot(logit_bound, jnp.dtype(q.dtype)),
         facts=tiles.mask_facts(mask, q_len, kv_len, config),
         config=config,
         num_sms=num_sms,
@@ -189,9 +193,15 @@ def forward_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, dt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan(tiles.Plan):
-    """Everything static about one launch."""
+    """Everything static about one launch.
+
+    Attributes:
+      has_pivot: weights are relative to the maximum of their row, which the softmax keeps; where
+        logits are bounded there is no maximum to find and nothing to rescale.
+    """
 
     config: ForwardConfig
+    has_pivot: bool = True
 
     @property
     def output_through_q(self) -> bool:
@@ -403,7 +413,7 @@ class _Work(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """Running softmax: maximum (log2 units) [64], row sums in parts [64, 8]."""
+    """Running softmax: pivot (the maximum, or 0; log2 units) [64], row sums in parts [64, 8]."""
 
     row_max: Any
     row_sum: Any
@@ -445,7 +455,7 @@ def _consume_tile(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int, tile: ti
 
 def _first_softmax(work: _Work) -> _Softmax:
     """Before any key: nothing, or the sink, whose weight is 1 where it is the maximum."""
-    row_max, weight = -jnp.inf, 0.0
+    row_max, weight = -jnp.inf if work.plan.has_pivot else 0.0, 0.0
     if "sinks" in work.plan.terms:
         sinks, tile = work.extras.sinks, work.tile
         row_max = sinks[(*work.plan.entry(sinks, tile.batch), tile.head)] * tile_math.LOG2E
@@ -458,12 +468,16 @@ def _first_softmax(work: _Work) -> _Softmax:
 
 
 def _softmax_step(work: _Work, i: Int, scores, softmax: _Softmax, *, masked: bool):
-    """One step of the online softmax: (softmax, weights float32 [64, block_kv], growth)."""
+    """One step of the online softmax: (softmax, weights float32 [64, block_kv], growth or None)."""
     plan, threshold = work.plan, work.plan.config.rescale_threshold
     scores, _ = logits.finish(
         plan, work.extras, work.place(i), work.tile.bounds, work.units, scores, masked=masked
     )
     scale2 = work.units.log2
+    if not plan.has_pivot:
+        weights = tile_math.weights(scores, scale2)
+        softmax = softmax._replace(row_sum=_with_weights(softmax.row_sum, weights))
+        return softmax, work.kept(weights, i), None
     grown = tile_math.grown_max(scores, scale2, softmax.row_max)
     limit = softmax.row_max + threshold
     row_max = jnp.where(grown > limit, grown, softmax.row_max) if threshold else grown
@@ -471,13 +485,21 @@ def _softmax_step(work: _Work, i: Int, scores, softmax: _Softmax, *, masked: boo
     factor = jnp.exp2(softmax.row_max - pivot)
     weights = tile_math.weights(scores, scale2, pivot)
     row_sum = softmax.row_sum * tile_math.spread(factor, softmax.row_sum.shape)
-    for col in range(0, weights.shape[1], _SUM_COLS):
-        row_sum = row_sum + weights[:, col : col + _SUM_COLS]
+    row_sum = _with_weights(row_sum, weights)
     return _Softmax(row_max, row_sum), work.kept(weights, i), _Growth(factor, grown, limit)
 
 
-def _rescale(work: _Work, out, growth: _Growth) -> None:
+def _with_weights(row_sum, weights):
+    """Row sums in parts with a tile's weights added."""
+    for col in range(0, weights.shape[1], _SUM_COLS):
+        row_sum = row_sum + weights[:, col : col + _SUM_COLS]
+    return row_sum
+
+
+def _rescale(work: _Work, out, growth: _Growth | None) -> None:
     """The accumulator follows the maximum. No wgmma may be in flight."""
+    if growth is None:
+        return
     op = work.plan.op
     acc = op.load(out, None)
 

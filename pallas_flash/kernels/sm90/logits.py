@@ -5,8 +5,8 @@ a tile. A tile is [64, n] with queries or keys in rows (`Place.q_axis`); the ari
 `tile_math`, the masks are asked for `allowed`.
 
 An additive term costs no registers: the accumulator starts from it, divided by the scale, and the
-product is added on top. Scores are in units of the scale, with a soft cap in units of the cap, so
-that logits * log2(e) = scores * Units.log2 either way.
+product is added on top. Scores are in units of the scale, with a soft cap in log2 units or those of
+the cap, so that logits * log2(e) = scores * Units.log2 either way.
 """
 
 import functools
@@ -29,11 +29,13 @@ class Units(NamedTuple):
       log2: from scores to log2 units.
       inverse_scale: from additive terms to accumulators.
       squash: scale / cap, or None without a soft cap.
+      top: what a score is where the tanh of a soft cap is 1.
     """
 
     log2: Any
     inverse_scale: Any = None
     squash: Any = None
+    top: Any = None
 
 
 class Place(NamedTuple):
@@ -54,14 +56,16 @@ class Staged(NamedTuple):
     first_row: Int
 
 
-def units(call: Call, extras: Extras, scale, b: Int) -> Units:
-    """`scale` is the array (B,)."""
+def units(call: Call, extras: Extras, scale, b: Int, *, keeps_tanh: bool = False) -> Units:
+    """`scale` is the array (B,). keeps_tanh: with a soft cap scores are the tanh itself."""
     scale = scale[b]
     inverse = 1.0 / scale if call.terms & ADDITIVE else None
     if "soft_cap" not in call.terms:
         return Units(scale * tile_math.LOG2E, inverse)
     cap = extras.soft_cap[call.entry(extras.soft_cap, b)]
-    return Units(cap * tile_math.LOG2E, inverse, scale / cap)
+    cap2 = cap * tile_math.LOG2E
+    log2, top = (cap2, 1.0) if keeps_tanh else (1.0, cap2)
+    return Units(log2, inverse, scale / cap, top)
 
 
 class Start(NamedTuple):
@@ -104,7 +108,7 @@ class Scores(NamedTuple):
 
     Attributes:
       scores: -inf where hidden.
-      squashed: tanh of the capped logits before anything is hidden; None without a soft cap.
+      squashed: what a soft cap made before anything is hidden; None without one.
     """
 
     scores: Any
@@ -126,7 +130,9 @@ def finish(
     if u.squash is not None:
         # The backward waits for products, not for exponentials: its branch would cost registers.
         vote = call.op.all_within if place.q_axis == 0 else None
-        scores = squashed = tile_math.squashed(products, u.squash, vote)
+        scores = squashed = tile_math.squashed(
+            products, u.squash, u.top, reciprocal=call.op.reciprocal, all_within=vote
+        )
         if "bias" in call.terms:  # of -inf: hidden, though its tanh is finite
             scores = masks.hide(scores, products > -jnp.inf)
     if masked:

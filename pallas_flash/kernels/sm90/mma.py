@@ -24,6 +24,7 @@ from pallas_flash.kernels.sm90.registers import (
     ACC_LAYOUT,
     ROW_LAYOUT,
     SCALAR_LAYOUT,
+    accumulator,
     element,
     first_element,
     i32_const,
@@ -154,6 +155,22 @@ class GpuOps:
             return mgpu.FragmentedArray.splat(vote_any, (), is_signed=False)
 
         return vote(a, b)
+
+    @staticmethod
+    def reciprocal(tile):
+        """1 / x of an accumulator, to an ulp: one instruction, of which a division takes five."""
+        out = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=ACC_LAYOUT)
+
+        @inline_mgpu(arg_types=(ACC_LAYOUT,), return_type=out)
+        def invert(_, x):
+            x = x.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
+            f32 = ir.F32Type.get()
+            values = (vector.extract(register, [], [0]) for register in x.registers.flat)
+            values = [nvvm.rcp_approx_ftz_f(value) for value in values]
+            assert all(value.type == f32 for value in values)
+            return accumulator(values, tile.shape, is_signed=None)
+
+        return invert(tile)
 
     @staticmethod
     def all_within(tile, limit):

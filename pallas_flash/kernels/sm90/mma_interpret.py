@@ -77,6 +77,10 @@ class InterpretOps:
         return jnp.any(a > b)
 
     @staticmethod
+    def reciprocal(tile):
+        return 1.0 / tile
+
+    @staticmethod
     def all_within(tile, limit):
         return jnp.abs(tile).max() <= limit
 

@@ -196,10 +196,52 @@ FUSED = (
     Case(
         "bias-f32-broadcast", batch=2, heads=(4, 2), arrays={"bias": ("float32", (1, 4, 136, 136))}
     ),
+    # Blocks of a cluster sum its gradient; a block of its own stores it.
+    *(
+        Case(
+            f"bias-shared-by-{batch}-d{head_dim}{'-causal' * causal}",
+            batch=batch,
+            q_len=256,
+            kv_len=384,
+            heads=(4, 2),
+            dims=(head_dim, head_dim),
+            static=CAUSAL if causal else {},
+            arrays={"bias": ("bfloat16", (1, 4, 256, 384))},
+        )
+        for batch, head_dim, causal in (
+            (2, 128, True),
+            (4, 128, False),
+            (4, 64, True),
+            (8, 64, False),
+        )
+    ),
+    Case(
+        "bias-shared-by-8-f16-window-dropout",
+        batch=8,
+        q_len=384,
+        kv_len=384,
+        dims=(128, 128),
+        dtype="float16",
+        static={"local_window_size": (130, 20), "dropout_rate": 0.2},
+        arrays={"bias": ("float16", (1, 2, 384, 384)), "dropout_rng": ("key", ())},
+    ),
+    Case(
+        "bias-own-lengths",
+        batch=2,
+        q_len=256,
+        kv_len=256,
+        arrays={
+            "bias": ("bfloat16", (2, 2, 256, 256)),
+            "query_seq_lengths": [130, 256],
+            "key_value_seq_lengths": [256, 65],
+        },
+    ),
     Case("bias-bf16-row", arrays={"bias": ("bfloat16", (1, 2, 1, 136))}, static=CAUSAL),
     Case("soft-cap", static={"logits_soft_cap": 5.0}),
     # The largest cap with which no row keeps its maximum; many logits are near it, up or down.
-    Case("soft-cap-saturated", static=CAUSAL | {"logits_soft_cap": 55.0, "scale": 5.0}),
+    Case(
+        "soft-cap-saturated", heads=(1, 1), static=CAUSAL | {"logits_soft_cap": 55.0, "scale": 5.0}
+    ),
     Case("soft-cap-traced", arrays={"logits_soft_cap": 4.0}, static=CAUSAL),
     Case("sinks-causal", static=CAUSAL, arrays={"sinks": ("float32", (2,))}),
     Case(

@@ -108,10 +108,15 @@ SLOW_WITHOUT_GPU = {
     "alibi-soft-cap-bottom-right-f16",
 }
 
+# What is special of them is in the kernels, and not in interpret mode.
+ONLY_ON_GPU = {case.name for case in CASES if case.name.startswith(("bias-shared-by", "bias-own"))}
+SLOW_WITHOUT_GPU |= ONLY_ON_GPU
+
 
 def _selected():
     for case in CASES:
-        yield pytest.param(case, "xla", id=f"{case}-xla")
+        if case.name not in ONLY_ON_GPU:
+            yield pytest.param(case, "xla", id=f"{case}-xla")
         if case in FUSED:
             gpu_only = [pytest.mark.gpu] if case.name in SLOW_WITHOUT_GPU else []
             yield pytest.param(case, "mosaic_gpu", id=f"{case}-mosaic_gpu", marks=gpu_only)

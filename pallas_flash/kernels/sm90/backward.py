@@ -113,7 +113,7 @@ def flash_backward(
 
     Returns:
       dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K, H);
-      dv: (B, S, K, Hv); dbias: float32, in the shape of the bias, or None.
+      dv: (B, S, K, Hv); dbias: in the shape of the bias, float32 or its dtype, or None.
 
     Raises:
       ValueError: the tiles of `config` do not fit the problem.
@@ -139,6 +139,8 @@ def flash_backward(
     split = _SPLITS[config.split]
     split.check(launch)
     launch = with_bias(launch, extras.bias, split.scratch)
+    if make_dbias:
+        launch = dataclasses.replace(launch, peers=_peers(launch, extras))
     check_smem(f"backward with {config}", _gpu_scratch(launch))
 
     statistics = _statistics(launch, extras, lse, delta, scale)
@@ -157,12 +159,39 @@ def flash_backward(
     sums = {}
     if make_dq:
         sums["dq"] = _zero_dq(launch, delta)
-    if make_dbias:
+    if make_dbias and not (launch.peers and launch.visits_all):
         sums["dbias"] = _zero_dbias(launch, extras.bias, delta)
-    sums, dk, dv = _run_adding(launch, operands, sums)
-    dq = _finished_dq(launch, sums["dq"], q, extras, dq_factor) if make_dq else None
-    dbias = _ordered_dbias(launch, sums["dbias"], extras.bias) if make_dbias else None
-    return dq, dk, dv, dbias
+    made = _run_adding(launch, operands, sums)
+    dq = _finished_dq(launch, made["dq"], q, extras, dq_factor) if make_dq else None
+    dbias = _ordered_dbias(launch, made["dbias"], extras.bias) if make_dbias else None
+    return dq, made["dk"], made["dv"], dbias
+
+
+def _peers(launch: Launch, extras: Extras) -> int:
+    """`Launch.peers`: how many blocks can store the gradient of the bias among themselves.
+
+    In whole tiles, of a bias of 16 bits: the exchange has the precision of dS. The blocks of a
+    cluster keep step, so their walks must be the same.
+    """
+    bias = extras.bias
+    logits = (launch.num_q_heads, launch.q_len, launch.kv_len)
+    if (
+        launch.interpret
+        or launch.config.split != "keys"
+        or not (launch.make_dq and launch.is_whole)
+        or bias.shape[1:] != logits
+        or jnp.dtype(bias.dtype).itemsize != 2
+    ):
+        return 0
+    if bias.shape[0] == launch.batch:
+        return 1
+    differ = extras.visits is not None or {"query_lengths", "kv_lengths"} & launch.terms
+    same_walk = launch.mask.is_bounds and not differ and _rows(extras.window) == 1
+    return launch.batch if launch.batch in (2, 4, 8) and _rows(bias) == 1 and same_walk else 0
+
+
+def _rows(array) -> int:
+    return 1 if array is None else array.shape[0]
 
 
 def _gpu_scratch(launch: Launch) -> dict[str, Any]:
@@ -201,8 +230,12 @@ def _zero_dq(launch: Launch, delta) -> jax.Array:
 def _zero_dbias(launch: Launch, bias, delta) -> jax.Array:
     """Zeros to add the gradient of the bias into: one tile for all that shares a piece of bias.
 
-    In interpret mode, which has no atomics, every tile of the logits has its own.
+    In interpret mode, which has no atomics, every tile of the logits has its own. Where the
+    gradient is stored they are what the tiles keep that no block visits.
     """
+    if launch.peers:
+        stored = _stored_dbias(launch, bias)
+        return zeros_after(delta, stored.shape, dtype=stored.dtype)
     tiles = (launch.num_q_tiles, launch.num_kv_tiles)
     tile = launch.config.block_q * launch.config.block_kv
     if launch.op.dq_writers(2) == 1:
@@ -213,8 +246,16 @@ def _zero_dbias(launch: Launch, bias, delta) -> jax.Array:
     return zeros_after(delta, (*lead, *tiles, tile), interpret=launch.interpret)
 
 
+def _stored_dbias(launch: Launch, bias) -> jax.ShapeDtypeStruct:
+    """The gradient of the bias where it is stored, and not added up."""
+    rows = launch.num_q_heads * launch.q_len
+    return jax.ShapeDtypeStruct((bias.shape[0], rows, launch.kv_len), bias.dtype)
+
+
 def _ordered_dbias(launch: Launch, dbias, bias) -> jax.Array:
     """(b, n, q tiles, kv tiles, block_kv * block_q) in register order -> the shape of the bias."""
+    if launch.peers:
+        return dbias.reshape(bias.shape)
     block_q, block_kv = launch.config.block_q, launch.config.block_kv
     dbias = launch.op.order_dq(dbias, block_kv, block_q)  # b, n, q tiles, kv tiles, keys, queries
     dbias = dbias.transpose(0, 1, 2, 5, 3, 4)
@@ -245,38 +286,51 @@ def _finished_dq(launch: Launch, dq, q, extras: Extras, factor) -> jax.Array:
     )
 
 
-def _run_adding(launch: Launch, operands: Gmem, sums: dict[str, jax.Array]):
-    """`sums` (dq, dbias) with the launch's share added in place, dk and dv.
+def _run_adding(launch: Launch, operands: Gmem, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """`sums` (dq, dbias) with the launch's share added in place, and what it makes of its own.
 
     `run_state` and not `jax.new_ref`: inside a custom_jvp the latter does not lower.
     """
     if not sums:
-        return sums, *_run(launch, operands)
+        return _run(launch, operands)
 
     def body(refs):
-        sum_refs, dk_ref, dv_ref = refs
-        dk_ref[...], dv_ref[...] = _run(launch, operands._replace(**sum_refs))
+        sum_refs, made_refs = refs
+        for name, x in _run(launch, operands._replace(**sum_refs)).items():
+            made_refs[name][...] = x
 
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in (operands.k, operands.v)]
-    return pl.run_state(body)((sums, *zeros))
+    made = _made(launch, operands._replace(**sums))
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in made.items()}
+    sums, made = pl.run_state(body)((sums, zeros))
+    return sums | made
 
 
-def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel: dk and dv; `operands.dq` and `operands.dbias` are added into."""
-    split = _SPLITS[launch.config.split]
+def _made(launch: Launch, operands: Gmem) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the kernel writes without adding to what is there."""
+    made = {name: getattr(operands, name[1:]) for name in ("dk", "dv")}
+    if launch.make_dbias and operands.dbias is None:
+        made["dbias"] = _stored_dbias(launch, operands.extras.bias)
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in made.items()}
+
+
+def _run(launch: Launch, operands: Gmem) -> dict[str, jax.Array]:
+    """Launches the kernel; `operands.dq` and `operands.dbias` are added into."""
+    split, made = _SPLITS[launch.config.split], _made(launch, operands)
     given, structure = jax.tree.flatten(operands)
 
     def body(*refs, smem, bars):
-        gmem = jax.tree.unflatten(structure, refs[:-2])._replace(dk=refs[-2], dv=refs[-1])
+        results = dict(zip(made, refs[len(given) :], strict=True))
+        gmem = jax.tree.unflatten(structure, refs[: len(given)])._replace(**results)
         block = Block(launch, gmem, smem, bars, common.find_walk(launch, gmem))
         split.run_roles(block, lax.axis_index("wg"))
 
     kernel = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.k, operands.v)],
+        out_type=list(made.values()),
         scratch_types=split.scratch(launch),
-        grid=(launch.num_blocks,),
+        grid=(launch.num_blocks // launch.cluster,),
         grid_names=("block",),
+        **(dict(cluster=(launch.cluster,), cluster_names=("peer",)) if launch.cluster > 1 else {}),
         num_threads=common.CONSUMERS + 1,
         thread_name="wg",
         kernel_name="flash_backward",
@@ -289,4 +343,4 @@ def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if launch.interpret else None,
     )
-    return kernel(*given)
+    return dict(zip(made, kernel(*given), strict=True))

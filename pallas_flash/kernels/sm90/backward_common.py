@@ -49,7 +49,8 @@ class Gmem(NamedTuple):
       q_tail, dout_tail, k_tail, v_tail: the tile that a length cuts, zeroed behind it.
       dq: float32 (writers, B, N * q tiles, block_q * H), added into; see `mma.add_dq`.
       dbias: float32 (B', N', tiles of q, tiles of kv, block_q * block_kv), added into likewise; an
-        axis along which the bias is repeated has size 1.
+        axis along which the bias is repeated has size 1. Where it is stored, see `Launch.peers`,
+        (B', N * T, S) in the dtype of the bias.
       dk, dv: (B, S, K, H) and (B, S, K, Hv).
     """
 
@@ -78,15 +79,36 @@ class Launch(Call):
     Attributes:
       make_dq: add up dq, too.
       make_dbias: add up the gradient of the bias, too.
+      peers: blocks that have one piece of the bias and no one else has: a cluster, which sums its
+        gradient and stores it. 0: it is added up in global memory.
     """
 
     config: BackwardConfig
     make_dq: bool = True
     make_dbias: bool = False
+    peers: int = 0
 
     @property
     def num_blocks(self) -> int:
         return self.batch * self.num_kv_heads * self.num_kv_tiles
+
+    @property
+    def visits_all(self) -> bool:
+        """There is no tile that a mask hides whole."""
+        return not self.mask.parts()
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return max(self.peers, 1)
+
+    def rank(self) -> Int:
+        """Of this block in its cluster."""
+        return lax.axis_index("peer") if self.cluster > 1 else 0
+
+    def block(self) -> Int:
+        """Number of this block."""
+        return lax.axis_index("block") * self.cluster + self.rank()
 
     @property
     def head_group(self) -> int:
@@ -253,7 +275,7 @@ class Block:
     def add_dbias(self, dlogits, place: logits.Place, ki: Int, part: Int) -> None:
         """Adds dlogits (keys in rows, float32), part `part` of its tile, to the bias gradient."""
         launch, dbias = self.launch, self.gmem.dbias
-        if not launch.make_dbias:
+        if not launch.make_dbias or launch.peers:
             return
         tiles = (div(jnp.int32(place.q0), launch.config.block_q), ki)
         at = [t if n > 1 else 0 for t, n in zip(tiles, dbias.shape[2:4], strict=True)]
@@ -298,7 +320,7 @@ def unhoisted(part: Int, rows: int, i: Int):
 def find_walk(launch: Launch, gmem: Gmem) -> Walk:
     """The walk of this block. Keys ascend in a group of heads: longest causal walks come first."""
     block_q, block_kv = launch.config.block_q, launch.config.block_kv
-    pair, ki = interleaved(lax.axis_index("block"), launch.num_kv_tiles, launch.head_group)
+    pair, ki = interleaved(launch.block(), launch.num_kv_tiles, launch.head_group)
     b, kv_head = launch.split_pair(pair, launch.num_kv_heads)
     kv0 = ki * block_kv
 

@@ -34,7 +34,7 @@ from pallas_flash.kernels.sm90.smem import tiled_smem
 
 STRIP = 64  # queries of one block
 COLUMNS = 64  # of head_dim, of one warpgroup of finish_dq
-ZEROS = 4096  # floats of one block of zeros_after: a tile of dq or of a bias is whole blocks
+ZEROS = 4096  # numbers of one block of zeros_after: a tile of dq or of a bias is whole blocks
 
 # 16 rows x 64 columns a step, 8 lanes to a row, 16 bytes a lane: a quarter warp reads 128 bytes in
 # a row, so plain shared memory has no bank conflicts, and a row's sum takes three shuffles.
@@ -99,8 +99,10 @@ def row_dots(
     return delta
 
 
-def zeros_after(after: jax.Array, shape: tuple[int, ...], *, interpret: bool = False) -> jax.Array:
-    """float32 zeros of `shape`, its size a multiple of 4096, made no earlier than `after`.
+def zeros_after(
+    after: jax.Array, shape: tuple[int, ...], *, dtype: Any = jnp.float32, interpret: bool = False
+) -> jax.Array:
+    """Zeros of `shape`, its size a multiple of 4096, made no earlier than `after`.
 
     So whatever `after` was made from can be freed before. XLA's own fill reaches three quarters of
     the bandwidth.
@@ -109,13 +111,13 @@ def zeros_after(after: jax.Array, shape: tuple[int, ...], *, interpret: bool = F
     assert size % ZEROS == 0, shape
 
     def body(_, zeros):
-        zero = jnp.zeros((ZEROS,), jnp.float32)
-        zero = plgpu.layout_cast(zero, plgpu.Layout.WG_STRIDED((ZEROS,), vec_size=4))
+        zero, vector = jnp.zeros((ZEROS,), dtype), 16 // jnp.dtype(dtype).itemsize
+        zero = plgpu.layout_cast(zero, plgpu.Layout.WG_STRIDED((ZEROS,), vec_size=vector))
         zeros[lax.axis_index("block")] = zero
 
     (zeros,) = _kernel(
         body,
-        [jax.ShapeDtypeStruct((size // ZEROS, ZEROS), jnp.float32)],
+        [jax.ShapeDtypeStruct((size // ZEROS, ZEROS), dtype)],
         "flash_backward_zeros",
         blocks=size // ZEROS,
         interpret=interpret,

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import tile_math
+from pallas_flash import dropout, masks, tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
-from pallas_flash.kernels.sm90 import logits
+from pallas_flash.kernels.sm90 import cluster_sums, logits
 from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
 from pallas_flash.kernels.sm90.smem import tiled_smem
+
+Int = masks.Int
 
 ROWS = 64  # keys of one consumer
 # Whoever writes dS of tile i has seen both consumers finish tile i - 3: four slots need no barrier
@@ -47,6 +49,8 @@ class Barriers(NamedTuple):
     tile_consumed: Ref
     done: Ref
     ds_ready: Ref
+    ds_everywhere: Ref = None
+    left: Ref = None
 
 
 class Accumulators(NamedTuple):
@@ -101,8 +105,19 @@ def scratch(launch: Launch) -> dict[str, Any]:
         ),
         bars=Barriers(
             ds_ready=plgpu.Barrier(num_barriers=DS_SLOTS, num_arrivals=common.CONSUMERS),
+            **_cluster_barriers(launch),
             **common.tile_barriers(launch),
         ),
+    )
+
+
+def _cluster_barriers(launch: Launch) -> dict[str, Any]:
+    if launch.cluster == 1:
+        return {}
+    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("peer",))
+    return dict(
+        ds_everywhere=barrier(num_barriers=DS_SLOTS, num_arrivals=common.CONSUMERS),
+        left=barrier(num_arrivals=common.CONSUMERS),
     )
 
 
@@ -151,11 +166,21 @@ def _walk(c: _Consumer):
     """All tiles; returns dk (before the scale) and dv of this consumer's keys."""
     block, op = c.block, c.block.launch.op
     step = functools.partial(_step, c)
-    done, before = block.walk.over_tiles(block.launch, step, block.first_carry())
+    done, *rows = block.walk.over_tiles(block.launch, step, _first_carry(c))
     if block.launch.make_dq:
         _issue_dq(c, done + DS_SLOTS - 1)
-        _add_dq(c, before, in_flight=0)
-    return op.load(c.acc.dk), op.load(c.acc.dv, None)
+        _add_dq(c, rows[0], in_flight=0)
+    dk, dv = op.load(c.acc.dk), op.load(c.acc.dv, None)
+    if block.launch.peers:
+        for late in (2, 1):
+            _store_dbias(c, done - late, rows[late - 1])
+    return dk, dv
+
+
+def _first_carry(c: _Consumer) -> tuple[Int, ...]:
+    """(tiles done, dq row of the tile before, where dbias is stored that of the one before it)."""
+    done, row = c.block.first_carry()
+    return (done, row, row) if c.block.launch.peers else (done, row)
 
 
 def _step(c: _Consumer, carry, head, qi, masked: bool):
@@ -166,7 +191,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     """
     launch, smem, bars, acc = c.block.launch, c.block.smem, c.block.bars, c.acc
     op, config, dtype = launch.op, launch.config, launch.dtype
-    i, before = carry
+    i, before, *earlier = carry
     slot = common.ring(i, config.num_stages)
     q, dout = smem.q.at[slot], smem.dout.at[slot]
 
@@ -179,6 +204,8 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
+    for row in earlier:  # while the two products run
+        _store_dbias(c, i - 2, row)
     products = op.load(acc.s, 1)
     exponents, squashed = c.block.exponents(
         products, neg_lse, place, c.units, masked=masked, is_tame=is_tame
@@ -197,7 +224,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     _add_dq(c, before, in_flight=1)
     op.wait(0)
     plgpu.barrier_arrive(bars.tile_consumed.at[slot])
-    return i + 1, c.block.dq_row(head, qi)
+    return i + 1, c.block.dq_row(head, qi), *[before for _ in earlier]
 
 
 def _share_ds(c: _Consumer, i, ds) -> None:
@@ -211,6 +238,35 @@ def _publish_ds(c: _Consumer, i) -> None:
     if launch.make_dq:
         launch.op.fence_async()
         plgpu.barrier_arrive(c.block.bars.ds_ready.at[common.ring(i, DS_SLOTS)])
+    if launch.cluster > 1:
+        cluster_sums.release_to_cluster()
+        plgpu.barrier_arrive(c.block.bars.ds_everywhere.at[common.ring(i, DS_SLOTS)])
+
+
+def _store_dbias(c: _Consumer, i, row) -> None:
+    """Stores this block's part of the gradient of the bias from dS of tile i, two tiles late.
+
+    By then the other blocks of the cluster have seldom to be waited for. And in step i + 2 none of
+    them has begun step i + 4, which overwrites this dS: before, it waits for ours of i + 2.
+    """
+    block, launch = c.block, c.block.launch
+
+    def store():
+        if launch.cluster > 1:
+            plgpu.barrier_wait(block.bars.ds_everywhere.at[common.ring(i, DS_SLOTS)])
+        cluster_sums.store_cluster_sum(
+            block.smem.ds.at[common.ring(i, DS_SLOTS)],
+            block.gmem.dbias,
+            launch.entry(block.gmem.dbias, block.walk.b)[0],
+            row * launch.config.block_q,
+            block.walk.kv0,
+            wg=c.wg,
+            rank=launch.rank(),
+            peers=launch.peers,
+            factor=dropout.keep_scale(launch.dropout_rate),
+        )
+
+    pl.when(i >= 0)(store)
 
 
 def _issue_dq(c: _Consumer, i) -> None:
@@ -238,6 +294,9 @@ def _add_dq(c: _Consumer, row, in_flight: int) -> None:
 
 def _finish(block: Block, wg, dk, dv) -> None:
     """dk and dv leave through K and V, once both consumers have read them for the last time."""
+    if block.launch.cluster > 1:
+        cluster_sums.release_to_cluster()
+        plgpu.barrier_arrive(block.bars.left)
     plgpu.barrier_arrive(block.bars.done)
     plgpu.barrier_wait(block.bars.done)
     mine, row0 = pl.ds(wg * ROWS, ROWS), block.walk.kv0 + wg * ROWS
@@ -246,3 +305,5 @@ def _finish(block: Block, wg, dk, dv) -> None:
     common.store_grad(block, dk, block.smem.k.at[mine], block.gmem.dk, row0)
     common.store_grad(block, dv, block.smem.v.at[mine], block.gmem.dv, row0)
     plgpu.wait_smem_to_gmem(0)
+    if block.launch.cluster > 1:  # no one reads our dS any more
+        plgpu.barrier_wait(block.bars.left)

@@ -4,7 +4,6 @@ Pallas has no word for these: each is a body of MLIR, and unit-tested alone on a
 a thread's own part, computed once, and immediates.
 """
 
-import functools
 import itertools
 
 import jax.numpy as jnp
@@ -22,32 +21,19 @@ from pallas_flash.kernels.sm90.registers import (
     ROW_LAYOUT,
     SCALAR_LAYOUT,
     accumulator,
+    added,
     element,
     first_element,
     i32_const,
     inline_mgpu,
+    low,
     opaque,
+    shifted,
     thread_in_warpgroup,
+    times,
 )
 
 _LINE_BYTES = 8 * 128  # rows and bytes that the swizzle works on: pieces of 16, by the row
-
-
-def _times(x, n: int):
-    return arith.muli(x, i32_const(n))
-
-
-def _shifted(x, n: int):
-    return arith.shrui(x, i32_const(n))
-
-
-def _mod(x, n: int):
-    """x mod n, a power of two."""
-    return arith.andi(x, i32_const(n - 1))
-
-
-def _sum(*terms):
-    return functools.reduce(arith.addi, terms)
 
 
 def _load_matrices(ref, lines: int, first_row, shape: tuple[int, int], q_axis: int):
@@ -60,15 +46,15 @@ def _load_matrices(ref, lines: int, first_row, shape: tuple[int, int], q_axis: i
     base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
     stored = ir.MemRefType(ref.type).element_type
     thread = thread_in_warpgroup()
-    is_lower, is_right = (_mod(_shifted(thread, bit), 2) for bit in (3, 4))
-    across = _sum(first_row, _times(_shifted(thread, 5), 16), _times(is_lower, 8))
-    along, within = _times(is_right, 8), _mod(thread, 8)
+    is_lower, is_right = (low(shifted(thread, bit), 2) for bit in (3, 4))
+    across = added(first_row, times(shifted(thread, 5), 16), times(is_lower, 8))
+    along, within = times(is_right, 8), low(thread, 8)
     row, col, trans = across, along, ""
     if q_axis == 1:
         row, col, trans = along, across, ".trans"
-    line = _times(_sum(_times(_shifted(row, 3), lines), _shifted(col, 6)), _LINE_BYTES)
-    piece = arith.xori(_mod(_shifted(col, 3), 8), within)
-    at = opaque(_sum(base, line, _times(within, 128), _times(piece, 16)))
+    line = times(added(times(shifted(row, 3), lines), shifted(col, 6)), _LINE_BYTES)
+    piece = arith.xori(low(shifted(col, 3), 8), within)
+    at = opaque(added(base, line, times(within, 128), times(piece, 16)))
     four, values = llvm.StructType.get_literal([i32] * 4), []
     for group in range(0, shape[1] // 8, 2):
         if q_axis == 1:
@@ -105,10 +91,10 @@ def _load_words(ref, lines: int, first_row, shape: tuple[int, int], q_axis: int)
         return [vector.extract(loaded, [], [i]) for i in range(width)]
 
     if q_axis == 0:  # a row is a query: pieces of its lines, two neighbours at a time
-        line = _sum(_times(_shifted(row, 3), lines * _LINE_BYTES), _times(_mod(row, 8), 128))
-        within = _times(col, 4)
-        piece = arith.xori(_times(_shifted(within, 4), 16), _times(_mod(row, 8), 16))
-        line = arith.addi(line, _mod(within, 16))
+        line = added(times(shifted(row, 3), lines * _LINE_BYTES), times(low(row, 8), 128))
+        within = times(col, 4)
+        piece = arith.xori(times(shifted(within, 4), 16), times(low(row, 8), 16))
+        line = arith.addi(line, low(within, 16))
         for i in range(0, count, 2):
             drow, dcol = element(i)
             offset = arith.addi(line, arith.xori(piece, i32_const(dcol % 32 * 4)))
@@ -117,10 +103,10 @@ def _load_words(ref, lines: int, first_row, shape: tuple[int, int], q_axis: int)
     offsets = {}  # a row is a key, a column a query: a line for every 8 columns
     for drow, parity in itertools.product((0, 8), (0, 1)):
         key, query = arith.addi(row, i32_const(drow)), arith.addi(col, i32_const(parity))
-        within = _times(_mod(key, 32), 4)
-        piece = arith.xori(_shifted(within, 4), query)
-        line = _sum(_times(_shifted(key, 5), _LINE_BYTES), _times(query, 128))
-        offsets[drow, parity] = _sum(line, _times(piece, 16), _mod(within, 16))
+        within = times(low(key, 32), 4)
+        piece = arith.xori(shifted(within, 4), query)
+        line = added(times(shifted(key, 5), _LINE_BYTES), times(query, 128))
+        offsets[drow, parity] = added(line, times(piece, 16), low(within, 16))
     for i in range(count):
         drow, dcol = element(i)
         values += load_at(offsets[drow, dcol % 2], dcol // 8 * lines * _LINE_BYTES, 1)
@@ -285,7 +271,7 @@ def load_added(ref, shape: tuple[int, int]):
     def load(_, ref):
         f32 = ir.F32Type.get()
         at = lambda base, offset: mgpu.utils.getelementptr(base, [offset], f32)
-        base = at(mgpu.utils.memref_ptr(ref), _times(thread_in_warpgroup(), 4))
+        base = at(mgpu.utils.memref_ptr(ref), times(thread_in_warpgroup(), 4))
         four, values = ir.VectorType.get((4,), f32), []
         for group in range(shape[0] * shape[1] // 512):
             loaded = llvm.load(four, at(base, group * 512), alignment=16)

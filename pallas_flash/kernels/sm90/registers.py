@@ -4,6 +4,7 @@ A tile [64, n] in `ACC_LAYOUT` is what a wgmma accumulates: warp w holds rows 16
 thread two neighbours of every eight columns, in two rows.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,24 @@ def inline_mgpu(**types: Any) -> Any:
 
 def i32_const(value: int):
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def times(x, n: int):
+    return arith.muli(x, i32_const(n))
+
+
+def shifted(x, n: int):
+    """x >> n."""
+    return arith.shrui(x, i32_const(n))
+
+
+def low(x, n: int):
+    """x mod n, a power of two."""
+    return arith.andi(x, i32_const(n - 1))
+
+
+def added(*terms):
+    return functools.reduce(arith.addi, terms)
 
 
 def void_asm(operands, text: str, constraints: str) -> None:

@@ -15,6 +15,7 @@ from pallas_flash import hardware
 
 _ALIGNMENT = 1024  # Mosaic starts every buffer at a multiple of this
 _BARRIER_BYTES = 8
+_BARRIERS = (plgpu.Barrier, plgpu.ClusterBarrier)
 
 
 def tiled_smem(shape: tuple[int, ...], dtype):
@@ -26,14 +27,14 @@ def tiled_smem(shape: tuple[int, ...], dtype):
 
 
 def _is_scratch(x) -> bool:
-    return isinstance(x, plgpu.Barrier) or hasattr(x, "shape")
+    return isinstance(x, _BARRIERS) or hasattr(x, "shape")
 
 
 def smem_bytes(scratch) -> int:
     """Bytes of shared memory of a scratch tree (buffers and barriers) at launch."""
     buffers = barriers = 0
     for leaf in jax.tree.leaves(scratch, is_leaf=_is_scratch):
-        if isinstance(leaf, plgpu.Barrier):
+        if isinstance(leaf, _BARRIERS):
             barriers += _BARRIER_BYTES * int(np.prod(leaf.num_barriers))
         else:
             size = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize

@@ -159,20 +159,31 @@ def restored(problem: Problem, rows: Rows, out, lse, sinks):
     Args:
       sinks: float32 (1|B', N), or None: one more logit a head, which takes part once.
     """
-    group, q_len = rows.group, problem.q_len
+    group, q_len, dtype = rows.group, problem.q_len, out.dtype
     batch = out.shape[0] // rows.parts
     lse = lse.reshape(batch, rows.parts, -1, q_len, group)  # B, P, K, T, group
+    lse = lse.transpose(0, 1, 3, 4, 2)[..., None]
     out = out[:, : q_len * group].reshape(batch, rows.parts, q_len, group, *out.shape[2:])
-    out = out.transpose(0, 1, 4, 2, 3, 5)  # B, P, K, T, group, Hv
-    if rows.parts > 1 or sinks is not None:
-        dtype, out = out.dtype, out.astype(jnp.float32)
-        total = jax.nn.logsumexp(lse, axis=1, keepdims=True)
-        if sinks is not None:
-            sinks = jnp.repeat(sinks, batch // sinks.shape[0], axis=0)
-            total = jnp.logaddexp(total, sinks.reshape(batch, 1, -1, 1, group))
-        share = jnp.where(lse > -jnp.inf, jnp.exp(lse - total), 0.0)
-        out = (out * share[..., None]).sum(1, keepdims=True).astype(dtype)
-        lse = total
-    out = out[:, 0].transpose(0, 2, 1, 3, 4)  # B, T, K, group, Hv
-    out = out.reshape(batch, q_len, -1, out.shape[-1])
-    return out, lse[:, 0].transpose(0, 1, 3, 2).reshape(batch, -1, q_len)
+    if rows.parts == 1:
+        lse, out = lse[:, 0], out[:, 0]  # B, T, group, K, 1|Hv
+    else:
+        pairs = jnp.broadcast_to(lse, out.shape), out.astype(jnp.float32)
+        nothing = jnp.float32(-jnp.inf), jnp.float32(0.0)
+        lse, out = jax.lax.reduce(pairs, nothing, _together, (1,))
+    if sinks is not None:
+        sinks = jnp.repeat(sinks, batch // sinks.shape[0], axis=0)
+        sinks = sinks.reshape(batch, 1, -1, group, 1).swapaxes(2, 3)
+        lse, out = _together((lse, out.astype(jnp.float32)), (sinks, jnp.float32(0.0)))
+    out = out.astype(dtype).swapaxes(2, 3).reshape(batch, q_len, -1, out.shape[-1])
+    return out, lse[..., 0].transpose(0, 3, 2, 1).reshape(batch, -1, q_len)
+
+
+def _together(a, b):
+    """(lse, out) of two sets of keys -> of both.
+
+    As the one step of a reduction it takes XLA one kernel over the parts; with the maximum, the
+    sum and the weighted sum each a reduction there are four.
+    """
+    lse = jnp.logaddexp(a[0], b[0])
+    share = lambda part: jnp.where(part > -jnp.inf, jnp.exp(part - lse), 0.0)
+    return lse, a[1] * share(a[0]) + b[1] * share(b[0])

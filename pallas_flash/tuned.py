@@ -167,7 +167,7 @@ def tuned_forward(
     return _FORWARD[row][is_masked]
 
 
-def few_queries(head_dim: int, head_dim_v: int, *, has_terms: bool) -> ForwardConfig:
+def few_queries(head_dim: int, head_dim_v: int, *, has_terms: bool) -> tuple[ForwardConfig, int]:
     """The forward of a few queries against many keys.
 
     It should wait for memory alone. One consumer has room for all rows: with two, half of them
@@ -178,10 +178,13 @@ def few_queries(head_dim: int, head_dim_v: int, *, has_terms: bool) -> ForwardCo
     Args:
       head_dim, head_dim_v: as of `tuned_forward`.
       has_terms: there is a soft cap or a mask that is more than bounds.
+
+    Returns:
+      The configuration, and how many blocks of it a multiprocessor holds.
     """
     most_blocks = 2 if head_dim_v <= (64 if has_terms else 128) else 1
-    configs = (_one_consumer(n, head_dim, head_dim_v) for n in range(most_blocks, 0, -1))
-    return next(config for config in configs if config)
+    configs = ((_one_consumer(n, head_dim, head_dim_v), n) for n in range(most_blocks, 0, -1))
+    return next((config, blocks) for config, blocks in configs if config)
 
 
 def _one_consumer(blocks: int, head_dim: int, head_dim_v: int) -> ForwardConfig | None:

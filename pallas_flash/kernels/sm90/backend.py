@@ -295,11 +295,7 @@ def _run_few_queries(problem: Problem, arrays: _Arrays):
         q_len=q_len,
         kv_len=problem.kv_len // rows.parts,
         extras=rows.extras,
-        config=tuned.few_queries(
-            arrays.q.shape[-1],
-            arrays.v.shape[-1],
-            has_terms=rows.extras.soft_cap is not None or not rows.mask.is_bounds,
-        ),
+        config=rows.config,
         interpret=problem.interpret,
     )
     return few_queries.restored(problem, rows, out, lse[:, :, :q_len], arrays.extras.sinks)

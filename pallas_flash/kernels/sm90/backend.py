@@ -302,7 +302,7 @@ def _run_few_queries(problem: Problem, arrays: _Arrays):
         kv_len=problem.kv_len // rows.parts,
         extras=rows.extras,
         logit_bound=_logit_bound(problem),
-        config=tuned.few_queries(arrays.q.shape[-1], arrays.v.shape[-1]),
+        config=rows.config,
         interpret=problem.interpret,
     )
     return few_queries.restored(problem, rows, out, lse[:, :, :q_len], arrays.extras.sinks)

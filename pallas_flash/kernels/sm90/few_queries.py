@@ -1,10 +1,9 @@
 """Few queries against many keys, as in decoding: the forward kernel, filled another way.
 
-A tile of the kernel has room for 128 queries, a decoding step brings one a head. So the query heads
-that share a kv head become rows of one tile, and a key is read once for all of them. Where that
-leaves fewer tiles than a chip has multiprocessors, the keys are cut into parts, each a batch row of
-its own (a reshape: no key is copied), and the parts meet by their log-sum-exp
-(Dao et al., Flash-Decoding, 2023).
+A consumer has room for 64 queries, a decoding step brings one a head. So the query heads that share
+a kv head become rows of one tile, and a key is read once for all of them. Where that leaves
+multiprocessors without work, the keys are cut into parts, each a batch row of its own (a reshape:
+no key is copied), and the parts meet by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
 
 A mask knows rows by position, and here `q_per_kv` rows have one. A single query's bounds are a
 length of the keys; every other mask is written out, an array of these few rows.
@@ -15,14 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import hardware, masks
-from pallas_flash.kernels.sm90.call import Extras, ceil_div
+from pallas_flash import hardware, masks, tuned
+from pallas_flash.config import ROW_TILE, ForwardConfig
+from pallas_flash.kernels.sm90.call import Extras
 from pallas_flash.problem import Problem
 
 MOST_QUERIES = 8
 MOST_ROWS = 64  # queries times the heads that share their keys: one consumer's
 FEWEST_KEYS = 256  # of a part; a call with fewer is short whatever is done
-BLOCKS_A_MULTIPROCESSOR = 2
+KEYS_OF_A_START = 128  # that arrive while a block begins and ends
 TERMS = frozenset({"soft_cap", "sinks"})  # what needs no position
 
 
@@ -37,6 +37,7 @@ class Rows(NamedTuple):
       scale: float32 (B * P,).
       extras: what masks and terms read; sinks have no part in it.
       mask: of these rows.
+      config: how the kernel is cut.
       parts: P.
       group: query heads that share a kv head.
     """
@@ -47,6 +48,7 @@ class Rows(NamedTuple):
     scale: Any
     extras: Extras
     mask: masks.Mask
+    config: ForwardConfig
     parts: int
     group: int
 
@@ -64,12 +66,15 @@ def applies(problem: Problem, extras: Extras) -> bool:
 def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
     """The call of `problem` in rows and parts; q, k and v may be padded behind their lengths."""
     batch, kv_heads, group = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
-    parts = num_parts(batch * kv_heads, problem.kv_len) if k.shape[1] == problem.kv_len else 1
+    visible, lengths = _visible(problem, extras, batch)
+    has_terms = visible is not None or extras.soft_cap is not None
+    config, blocks = tuned.few_queries(q.shape[3], v.shape[3], has_terms=has_terms)
+    is_padded = k.shape[1] != problem.kv_len
+    parts = 1 if is_padded else num_parts(batch * kv_heads, problem.kv_len, blocks)
     in_parts = lambda x: x.reshape(batch * parts, x.shape[1] // parts, *x.shape[2:])
     of_parts = lambda x: x if x is None or x.shape[0] == 1 else jnp.repeat(x, parts, axis=0)
     rows = q[:, : problem.q_len].reshape(batch, problem.q_len, kv_heads, group, -1)
     rows = rows.swapaxes(2, 3).reshape(batch, problem.q_len * group, kv_heads, -1)
-    visible, lengths = _visible(problem, extras, batch)
     if visible is not None:
         visible = _in_rows(visible, (batch, group, problem.q_len, problem.kv_len), parts)
     if lengths is not None:
@@ -85,16 +90,33 @@ def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
         scale=jnp.repeat(scale, parts, axis=0),
         extras=Extras(kv_lengths=lengths, mask=visible, soft_cap=of_parts(extras.soft_cap)),
         mask=mask,
+        config=config,
         parts=parts,
         group=group,
     )
 
 
-def num_parts(pairs: int, kv_len: int) -> int:
-    """Parts that fill the chip, of whole tiles; as many as there can be where none suffices."""
-    wanted = ceil_div(hardware.SM90.num_sms * BLOCKS_A_MULTIPROCESSOR, pairs)
-    possible = [p for p in range(1, kv_len // FEWEST_KEYS + 1) if kv_len % (128 * p) == 0]
-    return next((p for p in possible if p >= wanted), max(possible, default=1))
+def num_parts(pairs: int, kv_len: int, blocks: int) -> int:
+    """Equal parts of the keys, as many as are read soonest.
+
+    A block on every multiprocessor is enough for all the bandwidth there is: only the last blocks
+    of a launch leave some unused.
+
+    Args:
+      pairs: of a batch row and a kv head.
+      kv_len: a multiple of 8, or else nothing is cut.
+      blocks: that a multiprocessor holds.
+    """
+    sms = hardware.SM90.num_sms
+
+    def keys_read(parts: int) -> int:
+        """Before the last block ends, and what could have been read meanwhile."""
+        whole, rest = divmod(pairs * parts, sms * blocks)
+        at_a_time = whole * sms * blocks + (max(rest, sms) if rest else 0)
+        return at_a_time * (kv_len // parts + KEYS_OF_A_START)
+
+    possible = range(2, kv_len // FEWEST_KEYS + 1)
+    return min([1, *(p for p in possible if kv_len % (ROW_TILE * p) == 0)], key=keys_read)
 
 
 def _visible(problem: Problem, extras: Extras, batch: int):
@@ -159,20 +181,31 @@ def restored(problem: Problem, rows: Rows, out, lse, sinks):
     Args:
       sinks: float32 (1|B', N), or None: one more logit a head, which takes part once.
     """
-    group, q_len = rows.group, problem.q_len
+    group, q_len, dtype = rows.group, problem.q_len, out.dtype
     batch = out.shape[0] // rows.parts
     lse = lse.reshape(batch, rows.parts, -1, q_len, group)  # B, P, K, T, group
+    lse = lse.transpose(0, 1, 3, 4, 2)[..., None]
     out = out[:, : q_len * group].reshape(batch, rows.parts, q_len, group, *out.shape[2:])
-    out = out.transpose(0, 1, 4, 2, 3, 5)  # B, P, K, T, group, Hv
-    if rows.parts > 1 or sinks is not None:
-        dtype, out = out.dtype, out.astype(jnp.float32)
-        total = jax.nn.logsumexp(lse, axis=1, keepdims=True)
-        if sinks is not None:
-            sinks = jnp.repeat(sinks, batch // sinks.shape[0], axis=0)
-            total = jnp.logaddexp(total, sinks.reshape(batch, 1, -1, 1, group))
-        share = jnp.where(lse > -jnp.inf, jnp.exp(lse - total), 0.0)
-        out = (out * share[..., None]).sum(1, keepdims=True).astype(dtype)
-        lse = total
-    out = out[:, 0].transpose(0, 2, 1, 3, 4)  # B, T, K, group, Hv
-    out = out.reshape(batch, q_len, -1, out.shape[-1])
-    return out, lse[:, 0].transpose(0, 1, 3, 2).reshape(batch, -1, q_len)
+    if rows.parts == 1:
+        lse, out = lse[:, 0], out[:, 0]  # B, T, group, K, 1|Hv
+    else:
+        pairs = jnp.broadcast_to(lse, out.shape), out.astype(jnp.float32)
+        nothing = jnp.float32(-jnp.inf), jnp.float32(0.0)
+        lse, out = jax.lax.reduce(pairs, nothing, _together, (1,))
+    if sinks is not None:
+        sinks = jnp.repeat(sinks, batch // sinks.shape[0], axis=0)
+        sinks = sinks.reshape(batch, 1, -1, group, 1).swapaxes(2, 3)
+        lse, out = _together((lse, out.astype(jnp.float32)), (sinks, jnp.float32(0.0)))
+    out = out.astype(dtype).swapaxes(2, 3).reshape(batch, q_len, -1, out.shape[-1])
+    return out, lse[..., 0].transpose(0, 3, 2, 1).reshape(batch, -1, q_len)
+
+
+def _together(a, b):
+    """(lse, out) of two sets of keys -> of both.
+
+    As the one step of a reduction it takes XLA one kernel over the parts; with the maximum, the
+    sum and the weighted sum each a reduction there are four.
+    """
+    lse = jnp.logaddexp(a[0], b[0])
+    share = lambda part: jnp.where(part > -jnp.inf, jnp.exp(part - lse), 0.0)
+    return lse, a[1] * share(a[0]) + b[1] * share(b[0])

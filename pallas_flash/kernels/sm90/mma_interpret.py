@@ -69,8 +69,8 @@ class InterpretOps:
         del to, num_wgs
 
     @staticmethod
-    def token_take(wg) -> None:
-        del wg
+    def token_take(wg, num_wgs: int) -> None:
+        del wg, num_wgs
 
     @staticmethod
     def any_greater(a, b):

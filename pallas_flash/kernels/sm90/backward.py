@@ -89,7 +89,7 @@ def flash_backward(
     """Gradients of attention.
 
     B batch, T queries and S keys padded with zeros to a multiple of 8, N query heads, K kv heads,
-    H head_dim, Hv head_dim_v (64, 128, 192 or 256).
+    H head_dim, Hv head_dim_v (as `config.padded` gives them).
 
     Args:
       q: (B, T, N, H), float16 or bfloat16.

@@ -116,7 +116,7 @@ def flash_backward(
       dv: (B, S, K, Hv); dbias: float32, in the shape of the bias, or None.
 
     Raises:
-      ValueError: the tiles of `config` do not fit the problem.
+      ValueError: the tiles of `config` do not fit the problem, or head dims are not padded.
     """
     launch = Launch(
         batch=q.shape[0],
@@ -136,6 +136,7 @@ def flash_backward(
         make_dbias=make_dbias,
         interpret=bool(interpret),
     )
+    _check_padded(launch)
     split = _SPLITS[config.split]
     split.check(launch)
     launch = with_bias(launch, extras.bias, split.scratch)
@@ -163,6 +164,15 @@ def flash_backward(
     dq = _finished_dq(launch, sums["dq"], q, extras, dq_factor) if make_dq else None
     dbias = _ordered_dbias(launch, sums["dbias"], extras.bias) if make_dbias else None
     return dq, dk, dv, dbias
+
+
+def _check_padded(launch: Launch) -> None:
+    for name in ("head_dim", "head_dim_v"):
+        size = getattr(launch, name)
+        wide = launch.config.padded(size)
+        if size != wide:
+            split = launch.config.split
+            raise ValueError(f"{name}={size} must be padded to {wide} with split={split!r}")
 
 
 def _gpu_scratch(launch: Launch) -> dict[str, Any]:

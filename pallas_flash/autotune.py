@@ -260,7 +260,9 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}={size}: must be at least 1")
     for name in ("head_dim", "head_dim_v"):
         size = getattr(options, name) or 64
-        tiles = tuned.HEAD_DIMS if options.kernel != "forward" else range(16, 257, 16)
+        tiles = range(16, 257, 16)
+        if options.kernel != "forward":
+            tiles = sorted({*range(64, 129, 16), *tuned.HEAD_DIMS})
         if size not in tiles:
             parser.error(f"--{name.replace('_', '-')}={size}: this kernel takes {[*tiles]}")
     heads = options.heads or max(1, 2048 // options.head_dim)

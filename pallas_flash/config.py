@@ -3,8 +3,12 @@
 import dataclasses
 
 ROW_TILE = 8  # a swizzled TMA copy moves 8 rows at a time
-FORWARD_HEAD_TILE = 16  # a tensor core sums over 16 at a time, and 32 bytes can be swizzled
-BACKWARD_HEAD_TILE = 64  # 128 bytes, the widest swizzle: consumers take halves of dq's columns
+HEAD_TILE = 16  # a tensor core sums over 16 at a time, and 32 bytes can be swizzled
+WIDE_HEAD_TILE = 64  # 128 bytes, the widest swizzle
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _require(ok: bool, message: str) -> None:
@@ -53,6 +57,11 @@ class ForwardConfig:
     def block_q(self) -> int:
         return 64 * self.compute_wgs
 
+    @staticmethod
+    def padded(head_dim: int) -> int:
+        """head_dim or head_dim_v as the kernel sees it."""
+        return _up(head_dim, HEAD_TILE)
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
@@ -83,6 +92,15 @@ class BackwardConfig:
         )
         _require(self.num_stages >= 2, f"num_stages={self.num_stages} must be at least 2")
         _require(self.head_group >= 1, f"head_group={self.head_group} must be at least 1")
+
+    def padded(self, head_dim: int) -> int:
+        """head_dim or head_dim_v as the kernel sees it, and with it the dq kernel and both ends.
+
+        With 'roles' a consumer's columns of dq are whole swizzles. With 'keys' the consumers of
+        head dims above 64 may have unlike parts, below they have rows.
+        """
+        is_narrow = self.split == "keys" and head_dim > WIDE_HEAD_TILE
+        return _up(head_dim, HEAD_TILE if is_narrow else WIDE_HEAD_TILE)
 
 
 @dataclasses.dataclass(frozen=True)

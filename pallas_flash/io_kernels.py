@@ -15,14 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pallas_flash import config, masks, tuned
-from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
+from pallas_flash import masks, tuned
+from pallas_flash.config import ROW_TILE, BackwardConfig, DqConfig, ForwardConfig
 from pallas_flash.io_counts import FLOAT32_BYTES, Access, Counts, Pass, Product, Sizes, once, sizes
 from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks
 
 FEW_QUERIES = 8  # up to which a call may be run in another arrangement
 STRIP = 64  # queries of a warpgroup, and of a block of the backward's first and last kernel
+
+Cut = ForwardConfig | BackwardConfig  # which says what head dims are padded to
 
 
 def refusal(problem: Problem) -> str:
@@ -36,12 +38,10 @@ def refusal(problem: Problem) -> str:
     return ""
 
 
-def padded(problem: Problem, head_tile: int) -> Problem:
+def padded(problem: Problem, cut: Cut) -> Problem:
     """The problem with head dims as a kernel sees them."""
     return dataclasses.replace(
-        problem,
-        head_dim=_up(problem.head_dim, head_tile),
-        head_dim_v=_up(problem.head_dim_v, head_tile),
+        problem, head_dim=cut.padded(problem.head_dim), head_dim_v=cut.padded(problem.head_dim_v)
     )
 
 
@@ -110,13 +110,13 @@ def _bias(problem: Problem, walks: Walks) -> tuple[Access, ...]:
     return (Access("bias", entries * item, math.prod(problem.bias_shape) * item),)
 
 
-def _copies(problem: Problem, head_tile: int, inputs: dict[str, str], results: dict[str, str]):
+def _copies(problem: Problem, cut: Cut, inputs: dict[str, str], results: dict[str, str]):
     """The copies that ragged sizes cost: inputs padded, results cut; empty where none."""
-    wide, source = padded(problem, head_tile), "kernels/sm90/backend.py"
+    wide, source = padded(problem, cut), "kernels/sm90/backend.py"
     ragged = problem.q_len % ROW_TILE or problem.kv_len % ROW_TILE
     if wide == problem and not ragged:
         return ()
-    old, new = sizes(problem)._asdict(), kernel_sizes(problem, head_tile)._asdict()
+    old, new = sizes(problem)._asdict(), kernel_sizes(problem, cut)._asdict()
     moves = [(name, old[of], new[of]) for name, of in inputs.items()]
     moves += [(name, new[of], old[of]) for name, of in results.items()]
     moves = [move for move in moves if move[1] != move[2]]
@@ -124,9 +124,9 @@ def _copies(problem: Problem, head_tile: int, inputs: dict[str, str], results: d
     return (Pass("padded and cut copies", source, reads, once(**{n: b for n, _, b in moves})),)
 
 
-def kernel_sizes(problem: Problem, head_tile: int) -> Sizes:
+def kernel_sizes(problem: Problem, cut: Cut) -> Sizes:
     """Bytes of the tensors as the kernels see them."""
-    rows, item, wide = _rows(problem), problem.np_dtype.itemsize, padded(problem, head_tile)
+    rows, item, wide = _rows(problem), problem.np_dtype.itemsize, padded(problem, cut)
     return Sizes(
         q=rows.q * wide.head_dim * item,
         k=rows.kv * wide.head_dim * item,
@@ -146,7 +146,7 @@ def _keys_read(wide: Problem, walks: Walks, keys: int) -> tuple[Access, ...]:
 
 
 def forward_kernel(
-    problem: Problem, operands: Operands = NO_OPERANDS, cut: config.ForwardConfig | None = None
+    problem: Problem, operands: Operands = NO_OPERANDS, cut: ForwardConfig | None = None
 ) -> Pass:
     """kernels/sm90/forward.py: a q tile once, a tile of K and V for each step of its walk.
 
@@ -156,11 +156,8 @@ def forward_kernel(
       cut: the tiles; None: as tuned.
     """
     cut = cut or tuned.forward_of(problem)
-    walks, n = (
-        _walks(problem, operands, cut, at_least_one=True),
-        kernel_sizes(problem, FORWARD_HEAD_TILE),
-    )
-    wide, pairs = padded(problem, FORWARD_HEAD_TILE), walks.count * cut.block_q * cut.block_kv
+    walks, n = _walks(problem, operands, cut, at_least_one=True), kernel_sizes(problem, cut)
+    wide, pairs = padded(problem, cut), walks.count * cut.block_q * cut.block_kv
     keys = _touched_keys(problem, operands, cut, at_least_one=True)
     return Pass(
         "forward",
@@ -176,8 +173,9 @@ def forward_kernel(
 
 def kernels_forward(problem: Problem, operands: Operands = NO_OPERANDS) -> Counts:
     """The whole forward call."""
-    copies = _copies(problem, FORWARD_HEAD_TILE, dict(q="q", k="k", v="v"), dict(out="out"))
-    lse = kernel_sizes(problem, FORWARD_HEAD_TILE).lse
+    cut = tuned.forward_of(problem)
+    copies = _copies(problem, cut, dict(q="q", k="k", v="v"), dict(out="out"))
+    lse = kernel_sizes(problem, cut).lse
     return Counts(
         (*copies, forward_kernel(problem, operands)), (("lse", lse), *_copied_bytes(copies))
     )
@@ -191,17 +189,14 @@ def _copied_bytes(copies: tuple[Pass, ...]) -> tuple[tuple[str, int], ...]:
 def backward_kernel(
     problem: Problem,
     operands: Operands = NO_OPERANDS,
-    cut: config.BackwardConfig | None = None,
+    cut: BackwardConfig | None = None,
     *,
     make_dq: bool = True,
 ) -> Pass:
     """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory."""
     cut = cut or tuned.backward_of(problem)
-    n, wide, item = (
-        kernel_sizes(problem, BACKWARD_HEAD_TILE),
-        padded(problem, BACKWARD_HEAD_TILE),
-        problem.np_dtype.itemsize,
-    )
+    n, wide = kernel_sizes(problem, cut), padded(problem, cut)
+    item = problem.np_dtype.itemsize
     by_kv = _walks(problem, operands, cut, by="kv", empty_too=True)
     walks = _walks(problem, operands, cut)
     queries = _touched(walks, problem, problem.num_q_heads)
@@ -247,15 +242,12 @@ def _touched_tiles(walks: Walks, problem: Problem) -> int:
 
 
 def dq_kernel(
-    problem: Problem, operands: Operands = NO_OPERANDS, cut: config.DqConfig | None = None
+    problem: Problem, operands: Operands = NO_OPERANDS, cut: DqConfig | None = None
 ) -> Pass:
     """kernels/sm90/backward_dq.py, of the deterministic backward: walks keys like the forward."""
-    cut = cut or tuned.dq_of(problem)
-    walks, n = (
-        _walks(problem, operands, cut, at_least_one=True),
-        kernel_sizes(problem, BACKWARD_HEAD_TILE),
-    )
-    wide, pairs = padded(problem, BACKWARD_HEAD_TILE), walks.count * cut.block_q * cut.block_kv
+    cut, fused = cut or tuned.dq_of(problem), tuned.backward_of(problem)  # whose arrays these are
+    walks, n = _walks(problem, operands, cut, at_least_one=True), kernel_sizes(problem, fused)
+    wide, pairs = padded(problem, fused), walks.count * cut.block_q * cut.block_kv
     keys = _touched_keys(problem, operands, cut, at_least_one=True)
     statistic = _rows(problem).lse * FLOAT32_BYTES
     return Pass(
@@ -290,11 +282,8 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
     Or, with `deterministic_backward`, no sums of dq but a kernel for it.
     """
     cut = tuned.backward_of(problem)
-    n, wide, item = (
-        kernel_sizes(problem, BACKWARD_HEAD_TILE),
-        padded(problem, BACKWARD_HEAD_TILE),
-        problem.np_dtype.itemsize,
-    )
+    n, wide = kernel_sizes(problem, cut), padded(problem, cut)
+    item = problem.np_dtype.itemsize
     whole = _up(problem.q_len, cut.block_q)
     heads = problem.batch * problem.num_q_heads
     rows = _strips(problem, operands, _up(problem.q_len, ROW_TILE))
@@ -304,7 +293,7 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
     dots = rows * wide.head_dim_v * item
     copies = _copies(
         problem,
-        BACKWARD_HEAD_TILE,
+        cut,
         dict(q="q", k="k", v="v", out="out", dout="out"),
         dict(dq="q", dk="k", dv="v"),
     )

@@ -16,7 +16,6 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_flash import hardware, io_counts, io_kernels, tuned
-from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE
 from pallas_flash.io_counts import Access, Counts
 from pallas_flash.problem import Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks, visible_pairs
@@ -97,7 +96,7 @@ def forward_residency(
     heads = min(pairs, max(group, limits.num_sms / q_tiles))
     kv_heads = max(1.0, heads / problem.q_per_kv)
     keys = _span(walks, limits.num_sms / heads, cut.block_q, problem.kv_len)
-    wide = io_kernels.padded(problem, FORWARD_HEAD_TILE)
+    wide = io_kernels.padded(problem, cut)
     a_key = (wide.head_dim + wide.head_dim_v) * problem.np_dtype.itemsize
     return _residency(kv_heads * keys * a_key, limits.num_sms / kv_heads, speeds)
 
@@ -122,7 +121,7 @@ def backward_residency(
     is_even = walks.tiles.mean() > 0.9 * walks.tiles.max()
     heads = kv_heads * (1 if is_even else problem.q_per_kv)
     queries = _span(walks, limits.num_sms / kv_heads, cut.block_kv, problem.q_len)
-    wide = io_kernels.padded(problem, BACKWARD_HEAD_TILE)
+    wide = io_kernels.padded(problem, cut)
     a_query = (wide.head_dim + wide.head_dim_v) * problem.np_dtype.itemsize
     a_query += wide.head_dim * io_counts.FLOAT32_BYTES
     residency = _residency(heads * queries * a_query, limits.num_sms / heads, speeds)

@@ -10,7 +10,7 @@ because it compiles clean and fits, by analogy with its neighbours, and is to be
 import dataclasses
 
 from pallas_flash import hardware
-from pallas_flash.config import FORWARD_HEAD_TILE, BackwardConfig, DqConfig, ForwardConfig
+from pallas_flash.config import BackwardConfig, DqConfig, ForwardConfig
 from pallas_flash.problem import LOW_PRECISION, Problem
 
 
@@ -114,6 +114,13 @@ _BACKWARD = {
     (256, 192): (Tuned(_ROLES),) * 2,
 }
 
+# Where a head dim between 64 and 128 is not padded to 128 (the row above has split 'keys'). Not
+# measured. There is room for num_stages=3, which compiles as clean.
+_BACKWARD_NARROW = (
+    Tuned(_KEYS_128),
+    Tuned(_KEYS_128, term_spill_bytes=36),  # at 112 with a soft cap; none at 80 and 96
+)
+
 # dq of the deterministic backward, for every mask. TFLOP/s of its three products. Serialized by
 # ptxas (C7512) at (128, 128): three consumers, and 128 keys a step.
 _DQ = {
@@ -211,7 +218,9 @@ def _one_consumer(blocks: int, head_dim: int, head_dim_v: int) -> ForwardConfig 
 
 def tuned_backward(head_dim: int, head_dim_v: int, *, is_masked: bool) -> Tuned[BackwardConfig]:
     """The fused backward's row; arguments as `tuned_forward`."""
-    return _BACKWARD[_row(head_dim, head_dim_v)][is_masked]
+    row = _BACKWARD[_row(head_dim, head_dim_v)][is_masked]
+    wide = [row.config.padded(size) for size in (head_dim, head_dim_v)]
+    return _BACKWARD_NARROW[is_masked] if any(size % 64 for size in wide) else row
 
 
 def tuned_dq(head_dim: int, head_dim_v: int) -> Tuned[DqConfig]:
@@ -221,10 +230,9 @@ def tuned_dq(head_dim: int, head_dim_v: int) -> Tuned[DqConfig]:
 
 def forward_of(problem: Problem) -> ForwardConfig:
     """The configuration that the forward of this problem is launched with."""
-    up = lambda head_dim: -(-head_dim // FORWARD_HEAD_TILE) * FORWARD_HEAD_TILE
     return tuned_forward(
-        up(problem.head_dim),
-        up(problem.head_dim_v),
+        ForwardConfig.padded(problem.head_dim),
+        ForwardConfig.padded(problem.head_dim_v),
         is_masked=_is_masked(problem),
         has_terms=_has_terms(problem) or not problem.mask.is_bounds,
         bias_bytes=bias_bytes(problem),

@@ -149,6 +149,13 @@ FUSED = (
     Case("gqa-d256-causal", heads=(4, 2), dims=(256, 256), static=CAUSAL),
     Case("full-d256", dims=(256, 256), q_len=200, kv_len=264),
     Case("odd-head-dim-80", dims=(80, 80), static=CAUSAL),
+    Case(
+        "narrow-head-dims-112-90-gqa",
+        batch=2,
+        dims=(112, 90),
+        heads=(4, 2),
+        arrays={"query_seq_lengths": [100, 136], "key_value_seq_lengths": [136, 70]},
+    ),
     Case("head-dim-1", dims=(1, 3), q_len=70, kv_len=70),
     Case("mla-192-128-causal", dims=(192, 128), static=CAUSAL),
     Case("wide-value-64-200", dims=(64, 200)),

@@ -169,13 +169,37 @@ def test_capability_is_checked_as_a_plain_function(capability, dtype, why):
 
 
 def test_explain_takes_shapes_and_names_costs():
-    x = jax.ShapeDtypeStruct((1, 1001, 4, 80), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, 1001, 4, 72), jnp.bfloat16)
     with dispatch.assume_device("gpu", (9, 0), "NVIDIA H200"):
         told = pallas_flash.explain(x, x, x, is_causal=True)
     assert told.implementation == "mosaic_gpu"
     assert "q_len=1001" in str(told)
-    assert "head_dim=80 is padded to 128 in the backward" in str(told)
+    assert "head_dim=72 is padded to 80 in the backward" in str(told)
     assert "NVIDIA H200 (compute capability 9.0)" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("dims", "padded"),
+    [
+        ((1, 64), (64, 64)),
+        ((65, 80), (80, 80)),
+        ((96, 112), (96, 112)),
+        ((80, 128), (80, 128)),
+        ((113, 127), (128, 128)),
+        ((112, 40), (112, 64)),
+        ((40, 112), (64, 128)),  # from here on the split is 'roles'
+        ((80, 129), (128, 192)),
+        ((200, 96), (256, 128)),
+    ],
+    ids=str,
+)
+def test_what_the_backward_pads_head_dims_to(dims, padded):
+    shape = lambda width: jax.ShapeDtypeStruct((1, 16, 4, width), jnp.bfloat16)
+    with dispatch.assume_device("gpu", (9, 0)):
+        told = str(pallas_flash.explain(shape(dims[0]), shape(dims[0]), shape(dims[1])))
+    for name, size, wide in zip(("head_dim", "head_dim_v"), dims, padded, strict=True):
+        note = f"{name}={size} is padded to {wide} in the backward"
+        assert (note in told) == (size != wide)
 
 
 def test_batch_axes():

@@ -67,6 +67,7 @@ SLOW_WITHOUT_GPU = {
     "window-gqa-d128-causal",
     "long-kv-d128",
     "head-dim-1",
+    "narrow-head-dims-112-90-gqa",
     "bottom-right-empty-rows",
     "dropout",
     "sinks-causal",

@@ -24,15 +24,18 @@ def test_only_what_fits_is_tried(few):
 
 
 @pytest.mark.parametrize(
-    "config, does",
+    "head_dim, config, does",
     [
-        (BackwardConfig(block_q=64), True),
-        (BackwardConfig(block_q=128), False),  # half of dq is no 64 x 64
-        (BackwardConfig(block_q=64, num_stages=4), False),  # shared memory
+        (128, BackwardConfig(block_q=64), True),
+        (128, BackwardConfig(block_q=128), False),  # half of dq is no 64 x 64
+        (128, BackwardConfig(block_q=64, num_stages=4), False),  # shared memory
+        (96, BackwardConfig(block_q=64, num_stages=3), True),
+        (96, BackwardConfig(block_q=128), False),
+        (96, BackwardConfig(split="roles", block_kv=64), False),  # not padded
     ],
 )
-def test_a_backward_must_cut_the_problem(config, does):
-    target = autotune.Target("backward", 1, 1024, 2, 1, 128, 128, False)
+def test_a_backward_must_cut_the_problem(head_dim, config, does):
+    target = autotune.Target("backward", 1, 1024, 2, 1, head_dim, head_dim, False)
     assert autotune.fits(target, config) == does
 
 
@@ -81,7 +84,7 @@ def test_a_search_goes_on_where_it_was(few, monkeypatch, tmp_path, capsys):
     [
         ("forward", "--head-dim"),
         ("sideways --head-dim 64", "sideways"),
-        ("backward --head-dim 80", "--head-dim=80: this kernel takes [64, 128, 192, 256]"),
+        ("dq --head-dim 72", "--head-dim=72: this kernel takes [64, 80, 96, 112, 128, 192, 256]"),
         ("forward --head-dim 64 --heads 6 --kv-heads 4", "must be a multiple of --kv-heads=4"),
         ("forward --head-dim 64 --seq-len 1001", "--seq-len=1001: must be a multiple of 8"),
     ],

@@ -61,6 +61,8 @@ CASES = {
         200, 128, 128, block_q=64, lengths=(64, 0, 200), num_heads=1, dtype="float16"
     ),
     "head-dims-differ": Case(136, head_dim=128, head_dim_v=64, block_q=64),
+    "d80": Case(139, 80, 80, block_q=64, num_heads=3),
+    "d96-112-lengths": Case(136, 96, 112, block_q=64, lengths=(100, 0), num_heads=1),
     "d192": Case(139, 192, 192, block_q=64, num_heads=3, lengths=(139, 65)),
     "d256": Case(136, 256, 256, block_q=64, lengths=(100,), num_heads=1),
 }
@@ -98,8 +100,9 @@ def test_row_dots(case, interpret):
     np.testing.assert_allclose(got, wanted[case.valid(case.padded)], rtol=1e-5, atol=1e-5)
 
 
-def test_zeros_after(interpret):
-    shape = (3, 2, 64, 64)
+@pytest.mark.parametrize("row", [2 * 4096, 64 * 80])
+def test_zeros_after(row, interpret):
+    shape = (3, 2, row)
     make = lambda x: backward_ends.zeros_after(x, shape, interpret=interpret)
     with races_raise():
         zeros = np.asarray(jax.jit(make)(jnp.ones(5)))
@@ -127,8 +130,8 @@ def _interpret_order(part: np.ndarray) -> np.ndarray:
 def _buffer(case: Case, dq: np.ndarray, order) -> np.ndarray:
     """The buffer that the backward leaves for dq (B, tiles * block_q, N, H): parts in a row.
 
-    The parts are those of `backward_keys` (two row halves of 128 rows, two column halves of 64) and
-    of `backward_roles` (the columns of either role). NaN in strips that are not added into.
+    The parts are those of `backward_keys` (two row halves of 128 rows, two parts of the columns of
+    64) and of `backward_roles` (the columns of either role). NaN in strips that are not added into.
     """
     dq = dq.copy()
     for row, end in zip(dq, case.lengths or (case.q_len,) * case.batch, strict=True):

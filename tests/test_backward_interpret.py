@@ -76,6 +76,21 @@ CASES = {
         head_dim_v=128,
         config=BackwardConfig(num_stages=3),
     ),
+    "d96-causal-ragged": Case(
+        q_len=139, kv_len=139, head_dim=96, head_dim_v=96, config=KEYS_128, causal_shift=0
+    ),
+    "d80-96-lengths": Case(
+        head_dim=80, head_dim_v=96, config=KEYS_128, query_lengths=(70,), kv_lengths=(130,)
+    ),
+    "d112-128-three-stages": Case(
+        q_len=200,
+        kv_len=100,
+        head_dim=112,
+        head_dim_v=128,
+        dtype="float16",
+        config=BackwardConfig(num_stages=3),
+    ),
+    "d80-no-dq": Case(head_dim=80, head_dim_v=80, config=KEYS_128, make_dq=False),
     "d128-64": Case(head_dim=128, head_dim_v=64, config=KEYS_128, kv_lengths=(130,)),
     "d64-128": Case(head_dim=64, head_dim_v=128, config=ROLES, causal_shift=0),
     "d192-128-ragged": Case(q_len=139, head_dim=192, head_dim_v=128, config=ROLES, causal_shift=0),

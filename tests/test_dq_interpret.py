@@ -41,6 +41,7 @@ CASES = {
     "f16": _case(dtype="float16", causal_shift=0),
     "d128-64": _case(head_dim=128, head_dim_v=64, causal_shift=0),
     "d64-128": _case(head_dim=64, head_dim_v=128, kv_lengths=(130,)),
+    "d80-96": _case(head_dim=80, head_dim_v=96, causal_shift=0, kv_lengths=(100,)),
     "d192-128-ragged": _case(q_len=139, head_dim=192, head_dim_v=128, causal_shift=0),
     "d256": _case(LEAN, head_dim=256, head_dim_v=256, causal_shift=0, kv_lengths=(100,)),
 }

@@ -40,7 +40,7 @@ def _bits(x):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_deterministic_backward_is_bit_equal(head_dim, causal):
     args = _qkv((1, 4092, 8, head_dim), kv_heads=4)
     run = _both(is_causal=causal, deterministic_backward=True)
@@ -51,7 +51,7 @@ def test_deterministic_backward_is_bit_equal(head_dim, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_all_but_dq_is_bit_equal_by_default_and_both_ways_agree(head_dim, causal):
     args = _qkv((1, 4092, 8, head_dim), kv_heads=4, seed=1)
     run = _both(is_causal=causal)
@@ -96,7 +96,7 @@ def _hard(kind, q, k, v):
     return q, (k.astype(jnp.float32) * factor[None, :, None, None]).astype(k.dtype), v
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
 @pytest.mark.parametrize(
     "kind", ["maxima grow along the loop", "maxima shrink along the loop", "one dominant key"]
 )

@@ -371,7 +371,7 @@ def _walk_queries(problem, masking, cut):
     return computed, tally
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", (*DIMS, (80, 96)), ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_backward_kernel_counts_are_those_of_a_walk(name, dims):
     masking = MASKS[name]

@@ -353,8 +353,7 @@ def test_cost_estimates_of_the_kernels_are_the_counts(deterministic):
     for estimate, one in zip(estimates, counted, strict=True):
         assert estimate.flops == sum(product.flops for product in one.products)
         assert estimate.bytes_accessed == sum(a.distinct for a in (*one.reads, *one.writes))
-        width = 96 if one.name == "forward" else 128
-        assert estimate.transcendentals * 2 * width == one.products[0].flops
+        assert estimate.transcendentals * 2 * 96 == one.products[0].flops
 
 
 def test_explain_tells_the_traffic():

@@ -169,6 +169,40 @@ def test_persistent_accumulator_keeps_adding():
     np.testing.assert_allclose(got, wanted, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("width", "first", "n"), [(80, 0, 48), (80, 48, 32), (96, 64, 32), (112, 64, 48), (128, 64, 64)]
+)
+def test_transposed_rows_times_some_columns(width, first, n):
+    """dq of one consumer: dS swizzled as K is, and whole swizzles of K's columns."""
+    rng = np.random.default_rng(0)
+    ds, k = (jnp.asarray(rng.standard_normal((128, m)), jnp.bfloat16) for m in (64, width))
+
+    def body(ds_ref, k_ref, out_ref, ds_smem, k_smem, ready):
+        plgpu.copy_gmem_to_smem(ds_ref, ds_smem, ready)
+        plgpu.copy_gmem_to_smem(k_ref, k_smem, ready)
+        plgpu.barrier_wait(ready)
+
+        def scoped(acc):
+            op.wgmma(acc, ds_smem.transpose((1, 0)), k_smem.at[:, pl.ds(first, n)])
+            return op.load(acc)
+
+        out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=(64, n))
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, n), jnp.float32),
+        scratch_types=[
+            tiled_smem((128, 64), jnp.bfloat16, beside=width),
+            tiled_smem((128, width), jnp.bfloat16),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        num_threads=1,
+        thread_name="wg",
+    )(ds, k)
+    wanted = np.asarray(ds, np.float64).T @ np.asarray(k, np.float64)[:, first : first + n]
+    np.testing.assert_allclose(got, wanted, atol=1e-3)
+
+
 def _loaded(load, shape, *arrays):
     """What load(*refs) gives, an accumulator of `shape`, as float32."""
 

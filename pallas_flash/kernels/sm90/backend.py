@@ -1,9 +1,9 @@
 """Hopper: which problems the kernels take, and how their operands are laid out for them.
 
 Nothing is padded in HBM beyond what a tiled copy needs: lengths to a multiple of 8, head dims to a
-multiple of 16, in the backward of 64 (a call that needs neither is copied nowhere). A vmapped call
-is folded into the batch axis, so it runs as one launch; over a mesh each device launches its own
-shards.
+multiple of 16 or, in some backward passes, of 64 (`config.padded`; a call that needs neither is
+copied nowhere). A vmapped call is folded into the batch axis, so it runs as one launch; over a mesh
+each device launches its own shards.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import dropout, io_kernels, io_model, sharding, tuned
-from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
+from pallas_flash.config import ROW_TILE, BackwardConfig, ForwardConfig
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
 from pallas_flash.kernels.sm90 import few_queries
@@ -64,10 +64,11 @@ def notes(problem: Problem) -> tuple[str, ...]:
         size = getattr(problem, name)
         if size % ROW_TILE:
             found.append(f"{name}={size} is no multiple of {ROW_TILE}: {arrays} are copied padded")
+    cuts = dict(forward=tuned.forward_of(problem), backward=tuned.backward_of(problem))
     for name in ("head_dim", "head_dim_v"):
         size = getattr(problem, name)
-        for way, tile in (("forward", FORWARD_HEAD_TILE), ("backward", BACKWARD_HEAD_TILE)):
-            padded = _round_up(size, tile)
+        for way, cut in cuts.items():
+            padded = cut.padded(size)
             if size != padded:
                 found.append(f"{name}={size} is padded to {padded} in the {way}: copies, and work")
     return tuple(found) if io_kernels.refusal(problem) else (*found, _traffic(problem))
@@ -101,9 +102,9 @@ def _pad_axes(x, sizes: dict[int, int]):
     return jnp.pad(x, pads) if any(after for _, after in pads) else x
 
 
-def _pad_tiles(x, head_tile: int):
+def _pad_tiles(x, cut: ForwardConfig | BackwardConfig):
     """(B, T, heads, H) padded to what a tiled copy needs."""
-    return _pad_axes(x, {1: _round_up(x.shape[1], ROW_TILE), 3: _round_up(x.shape[3], head_tile)})
+    return _pad_axes(x, {1: _round_up(x.shape[1], ROW_TILE), 3: cut.padded(x.shape[3])})
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -125,15 +126,15 @@ def _sign_and_scale(problem: Problem, operands: Operands):
     return jnp.sign(scale), jnp.where(scale == 0, 1.0, jnp.abs(scale))
 
 
-def _arrays(problem: Problem, operands: Operands, head_tile: int) -> _Arrays:
+def _arrays(problem: Problem, operands: Operands, cut: ForwardConfig | BackwardConfig) -> _Arrays:
     sign, scale = _sign_and_scale(problem, operands)
     query = operands.query
     if sign is not None:
         query = query * sign[:, None, None, None].astype(query.dtype)
     return _Arrays(
-        q=_pad_tiles(query, head_tile),
-        k=_pad_tiles(operands.key, head_tile),
-        v=_pad_tiles(operands.value, head_tile),
+        q=_pad_tiles(query, cut),
+        k=_pad_tiles(operands.key, cut),
+        v=_pad_tiles(operands.value, cut),
         scale=scale,
         extras=_extras(problem, operands),
     )
@@ -263,7 +264,7 @@ def _launch_arguments(problem: Problem, arrays: _Arrays) -> dict[str, Any]:
 
 def forward(problem: Problem, operands: Operands):
     """out (B, T, N, Hv) and lse (B, N, T), float32, natural log."""
-    arrays = _arrays(problem, operands, FORWARD_HEAD_TILE)
+    arrays = _arrays(problem, operands, tuned.forward_of(problem))
     run = functools.partial(_run_forward, problem)
     out, lse = _foldable(run, (_labels(arrays),), (_Q, _ROWS))(arrays)
     return out[:, : problem.q_len, :, : problem.head_dim_v], lse
@@ -293,7 +294,7 @@ def _run_few_queries(problem: Problem, arrays: _Arrays):
     rows = few_queries.rearranged(problem, *arrays)
     q_len = rows.q.shape[1]
     out, lse = forward_kernel.flash_forward(
-        _pad_tiles(rows.q, FORWARD_HEAD_TILE),
+        _pad_tiles(rows.q, rows.config),
         rows.k,
         rows.v,
         rows.scale,
@@ -318,11 +319,12 @@ def backward(
     wanted: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """Gradients by operand name: query, key, value and `wanted`, out of MADE_BY_KERNELS."""
-    arrays = _arrays(problem, operands, BACKWARD_HEAD_TILE)
+    cut = tuned.backward_of(problem)
+    arrays = _arrays(problem, operands, cut)
     scale = problem.scale if operands.scale is None else operands.scale
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (problem.batch,))
     query = operands.query if "scale" in wanted else None
-    out, dout = (_pad_tiles(x, BACKWARD_HEAD_TILE) for x in (out, dout))
+    out, dout = (_pad_tiles(x, cut) for x in (out, dout))
     args = (arrays, scale, query, out, dout, lse, dlse)
     words = (_labels(arrays), "B", query if query is None else _Q, _Q, _Q, _ROWS, _ROWS)
     made = dict(query=_Q, key=_KV, value=_KV, scale="B", sinks="B N", bias=words[0].extras.bias)

@@ -89,7 +89,7 @@ def flash_backward(
     """Gradients of attention.
 
     B batch, T queries and S keys padded with zeros to a multiple of 8, N query heads, K kv heads,
-    H head_dim, Hv head_dim_v (64, 128, 192 or 256).
+    H head_dim, Hv head_dim_v (as `config.padded` gives them).
 
     Args:
       q: (B, T, N, H), float16 or bfloat16.
@@ -116,7 +116,7 @@ def flash_backward(
       dv: (B, S, K, Hv); dbias: in the shape of the bias, float32 or its dtype, or None.
 
     Raises:
-      ValueError: the tiles of `config` do not fit the problem.
+      ValueError: the tiles of `config` do not fit the problem, or head dims are not padded.
     """
     launch = Launch(
         batch=q.shape[0],
@@ -136,6 +136,7 @@ def flash_backward(
         make_dbias=make_dbias,
         interpret=bool(interpret),
     )
+    _check_padded(launch)
     split = _SPLITS[config.split]
     split.check(launch)
     launch = with_bias(launch, extras.bias, split.scratch)
@@ -194,6 +195,15 @@ def _rows(array) -> int:
     return 1 if array is None else array.shape[0]
 
 
+def _check_padded(launch: Launch) -> None:
+    for name in ("head_dim", "head_dim_v"):
+        size = getattr(launch, name)
+        wide = launch.config.padded(size)
+        if size != wide:
+            split = launch.config.split
+            raise ValueError(f"{name}={size} must be padded to {wide} with split={split!r}")
+
+
 def _gpu_scratch(launch: Launch) -> dict[str, Any]:
     launch = dataclasses.replace(launch, interpret=False)
     return _SPLITS[launch.config.split].scratch(launch)
@@ -235,7 +245,8 @@ def _zero_dbias(launch: Launch, bias, delta) -> jax.Array:
     """
     if launch.peers:
         stored = _stored_dbias(launch, bias)
-        return zeros_after(delta, stored.shape, dtype=stored.dtype)
+        zeros = zeros_after(delta, (stored.size // 4096, 4096), dtype=stored.dtype)
+        return zeros.reshape(stored.shape)
     tiles = (launch.num_q_tiles, launch.num_kv_tiles)
     tile = launch.config.block_q * launch.config.block_kv
     if launch.op.dq_writers(2) == 1:

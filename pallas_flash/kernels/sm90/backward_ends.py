@@ -6,8 +6,9 @@
 
 A block of the grid is 64 queries of one head, heads fastest: blocks that run together make whole
 rows of (T, N, H). Nothing is pipelined inside a block: several of them are on an SM, so that some
-copy while others compute. `begin` reads out and dout by TMA, 8 lanes to a row; `finish_dq` has one
-warpgroup for each 64 columns, which reads the accumulator just as `mma.GpuOps.add_dq` added it.
+copy while others compute. `row_dots` reads out and dout by TMA, 8 lanes to a row; `finish_dq` has
+one warpgroup for each 64 columns (for a row that is no multiple of them, one), which reads the
+accumulator just as `mma.GpuOps.add_dq` added it.
 
 Strips of 64 queries behind a query length (or T) are not read; `finish_dq` writes zeros there.
 
@@ -34,13 +35,7 @@ from pallas_flash.kernels.sm90.smem import tiled_smem
 
 STRIP = 64  # queries of one block
 COLUMNS = 64  # of head_dim, of one warpgroup of finish_dq
-ZEROS = 4096  # numbers of one block of zeros_after: a tile of dq or of a bias is whole blocks
-
-# 16 rows x 64 columns a step, 8 lanes to a row, 16 bytes a lane: a quarter warp reads 128 bytes in
-# a row, so plain shared memory has no bank conflicts, and a row's sum takes three shuffles.
-_EIGHT_LANES_A_ROW = plgpu.Layout.TILED(
-    fa.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
+ZEROS = 4096  # of one block of zeros_after: most tiles of dq and of a bias are whole blocks
 
 
 def row_dots(
@@ -54,7 +49,7 @@ def row_dots(
     """rowsum(out * dout): what the backward kernel needs first.
 
     Args:
-      out: (B, T, N, Hv), bfloat16 or float16, T a multiple of 8, Hv of 64. Behind a length it may
+      out: (B, T, N, Hv), bfloat16 or float16, T a multiple of 8, Hv of 16. Behind a length it may
         hold anything.
       dout: (B, T, N, Hv).
       q_len: queries without padding.
@@ -102,24 +97,24 @@ def row_dots(
 def zeros_after(
     after: jax.Array, shape: tuple[int, ...], *, dtype: Any = jnp.float32, interpret: bool = False
 ) -> jax.Array:
-    """Zeros of `shape`, its size a multiple of 4096, made no earlier than `after`.
+    """Zeros of `shape`, rows of a multiple of 512, made no earlier than `after`.
 
     So whatever `after` was made from can be freed before. XLA's own fill reaches three quarters of
     the bandwidth.
     """
-    size = math.prod(shape)
-    assert size % ZEROS == 0, shape
+    size, row = math.prod(shape), shape[-1]
+    piece = ZEROS if row % ZEROS == 0 else row
 
     def body(_, zeros):
-        zero, vector = jnp.zeros((ZEROS,), dtype), 16 // jnp.dtype(dtype).itemsize
-        zero = plgpu.layout_cast(zero, plgpu.Layout.WG_STRIDED((ZEROS,), vec_size=vector))
+        zero, vector = jnp.zeros((piece,), dtype), 16 // jnp.dtype(dtype).itemsize
+        zero = plgpu.layout_cast(zero, plgpu.Layout.WG_STRIDED((piece,), vec_size=vector))
         zeros[lax.axis_index("block")] = zero
 
     (zeros,) = _kernel(
         body,
-        [jax.ShapeDtypeStruct((size // ZEROS, ZEROS), dtype)],
+        [jax.ShapeDtypeStruct((size // piece, piece), dtype)],
         "flash_backward_zeros",
-        blocks=size // ZEROS,
+        blocks=size // piece,
         interpret=interpret,
     )(after)
     return zeros.reshape(shape)
@@ -156,7 +151,8 @@ def finish_dq(
     batch, _, heads, head_dim = shape
     strips = -(-q_len // STRIP)
     has_lengths = query_lengths is not None
-    piece = STRIP * COLUMNS
+    columns = head_dim if head_dim % COLUMNS else COLUMNS  # of one warpgroup
+    piece = STRIP * columns
 
     def body(*refs, staged):
         source, factors, out = refs[0], refs[1], refs[-1]
@@ -167,15 +163,15 @@ def finish_dq(
         def read():
             row, first = _strip_of_dq(block_q, head_dim, q_len, head, strip)
             part = source.at[0, b, row, pl.ds(first + wg * piece, piece)]
-            tile[...] = (loads.load_added(part, (STRIP, COLUMNS)) * factors[b]).astype(dtype)
+            tile[...] = (loads.load_added(part, (STRIP, columns)) * factors[b]).astype(dtype)
 
         def clear():
-            zero = jnp.zeros((STRIP, COLUMNS), dtype)
+            zero = jnp.zeros((STRIP, columns), dtype)
             tile[...] = plgpu.layout_cast(zero, registers.ACC_LAYOUT)
 
         _when_valid(refs[2] if has_lengths else None, b, row0, read, clear)
         plgpu.commit_smem()
-        at = b, pl.ds(row0, STRIP), head, pl.ds(wg * COLUMNS, COLUMNS)
+        at = b, pl.ds(row0, STRIP), head, pl.ds(wg * columns, columns)
         plgpu.copy_smem_to_gmem(tile, out.at[at])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -184,8 +180,8 @@ def finish_dq(
         [jax.ShapeDtypeStruct(shape, dtype)],
         "flash_backward_finish_dq",
         blocks=batch * strips * heads,
-        warpgroups=head_dim // COLUMNS,
-        staged=tiled_smem((head_dim // COLUMNS, STRIP, COLUMNS), dtype),
+        warpgroups=head_dim // columns,
+        staged=tiled_smem((head_dim // columns, STRIP, columns), dtype),
     )(dq, factor, *([query_lengths] if has_lengths else []))
     return result
 
@@ -236,8 +232,22 @@ def _strip_of_dq(block_q: int, head_dim: int, q_len: int, head, strip):
 
 def _row_dots(x, y):
     """Sums over the rows of x * y, two tiles in shared memory, in float32."""
-    x, y = (plgpu.load(ref, layout=_EIGHT_LANES_A_ROW) for ref in (x, y))
+    layout = _lanes_a_row(x.shape[1])
+    x, y = (plgpu.load(ref, layout=layout) for ref in (x, y))
     return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1)
+
+
+def _lanes_a_row(columns: int):
+    """A layout for plain rows of a multiple of 16 columns: 16 bytes a lane, 8 lanes to a row.
+
+    Of 64 columns a step, that is, or of the largest part of 64 that divides a row, by fewer lanes.
+    A quarter warp reads 128 bytes in a row, or pieces whose rows are apart by an odd number of
+    them: no bank conflicts. With 8 lanes a row's sum takes three shuffles.
+    """
+    step = math.gcd(columns, 64)
+    lanes = step // 8
+    tiling = fa.Tiling(((128 // lanes, step), (32 // lanes, step), (8,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _finish_in_xla(dq, factor, shape, dtype, block_q: int, query_lengths):

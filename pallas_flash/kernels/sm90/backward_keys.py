@@ -2,11 +2,13 @@
 
 A consumer keeps dk and dv of its keys in registers for the whole walk. dS of both consumers meets
 in shared memory, because dq needs all keys of the block: consumer 0 makes one half of each dq
-tile, consumer 1 the other (rows of a 128-row tile, columns of a 64-row one).
+tile, consumer 1 the other (rows of a 128-row tile, columns of a 64-row one). K's columns are cut
+between swizzles: of 80, 96 and 112 consumer 0 makes 48, 64 and 64. Then each has code of its own.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -58,16 +60,30 @@ class Accumulators(NamedTuple):
     dv: Any  # [64, head_dim_v]
     s: Any  # [64, block_q]
     dp: Any  # [64, block_q]
-    dq: Any = None  # a consumer's half of [block_q, head_dim]
+    dq: Any = None  # a consumer's part of [block_q, head_dim]
 
 
-def _dq_shape(launch: Launch) -> tuple[int, int]:
-    """Of one consumer's half of a dq tile."""
-    block_q = launch.config.block_q
-    return (64, launch.head_dim // 2 if block_q == 64 else launch.head_dim)
+def _first_columns(launch: Launch) -> int:
+    """Columns of a dq tile that consumer 0 makes: half, up to whole swizzles of K."""
+    if launch.config.block_q == 128:
+        return launch.head_dim
+    swizzle = math.gcd(launch.head_dim, 64)
+    return -(-launch.head_dim // (2 * swizzle)) * swizzle
 
 
-def _accumulator_shapes(launch: Launch) -> dict[str, tuple[int, int]]:
+def _has_halves(launch: Launch) -> bool:
+    """Both consumers make as much of dq, or none: one code does for both."""
+    is_uneven = launch.config.block_q == 64 and 2 * _first_columns(launch) != launch.head_dim
+    return not (launch.make_dq and is_uneven)
+
+
+def _dq_shape(launch: Launch, wg) -> tuple[int, int]:
+    """Of this consumer's part of a dq tile."""
+    first = _first_columns(launch)
+    return (64, first if _has_halves(launch) or wg == 0 else launch.head_dim - first)
+
+
+def _accumulator_shapes(launch: Launch, wg) -> dict[str, tuple[int, int]]:
     block_q = launch.config.block_q
     shapes = dict(
         dk=(ROWS, launch.head_dim),
@@ -75,12 +91,12 @@ def _accumulator_shapes(launch: Launch) -> dict[str, tuple[int, int]]:
         s=(ROWS, block_q),
         dp=(ROWS, block_q),
     )
-    return shapes | (dict(dq=_dq_shape(launch)) if launch.make_dq else {})
+    return shapes | (dict(dq=_dq_shape(launch, wg)) if launch.make_dq else {})
 
 
 def check(launch: Launch) -> None:
     """Raises ValueError where this split cannot cut the problem."""
-    needed = 64 if launch.head_dim == 128 else 128
+    needed = 64 if launch.head_dim > 64 else 128
     if launch.head_dim > 128 or launch.head_dim_v > 128:
         raise ValueError(
             f"head_dim={launch.head_dim}, head_dim_v={launch.head_dim_v}: split='keys' holds at "
@@ -89,14 +105,16 @@ def check(launch: Launch) -> None:
     if launch.make_dq and launch.config.block_q != needed:
         raise ValueError(
             f"block_q={launch.config.block_q}: with head_dim={launch.head_dim} each consumer's "
-            f"half of dq is 64 x 64 only with block_q={needed}"
+            f"part of dq is at most 64 x 64 only with block_q={needed}"
         )
 
 
 def scratch(launch: Launch) -> dict[str, Any]:
     """Shared memory and barriers of one block."""
-    ds = tiled_smem((DS_SLOTS, 2 * ROWS, launch.config.block_q), launch.dtype)
-    accumulators = launch.op.accumulator_scratch(common.CONSUMERS, **_accumulator_shapes(launch))
+    ds_shape = (DS_SLOTS, 2 * ROWS, launch.config.block_q)
+    ds = tiled_smem(ds_shape, launch.dtype, beside=launch.head_dim)
+    shapes = _accumulator_shapes(launch, 0)  # consumer 0 has the larger ones
+    accumulators = launch.op.accumulator_scratch(common.CONSUMERS, **shapes)
     return dict(
         smem=Smem(
             ds=ds if launch.make_dq else None,
@@ -123,13 +141,17 @@ def _cluster_barriers(launch: Launch) -> dict[str, Any]:
 
 def run_roles(block: Block, wg) -> None:
     """What warpgroup `wg` does."""
-    pl.when(wg < common.CONSUMERS)(lambda: _consume(block, wg))
+    if _has_halves(block.launch):
+        pl.when(wg < common.CONSUMERS)(lambda: _consume(block, wg))
+    else:
+        for consumer in range(common.CONSUMERS):
+            pl.when(wg == consumer)(functools.partial(_consume, block, consumer))
     pl.when(wg == common.CONSUMERS)(lambda: common.produce(block))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup: its keys, its half of dq, its accumulators."""
+    """One consumer warpgroup: its keys, its part of dq, its accumulators."""
 
     block: Block
     wg: Any
@@ -157,7 +179,7 @@ def _consume(block: Block, wg) -> None:
         lambda **acc: _walk(_Consumer(block, wg, units, Accumulators(**acc))),
         smem.accumulators,
         wg,
-        **_accumulator_shapes(launch),
+        **_accumulator_shapes(launch, wg),
     )
     _finish(block, wg, dk, dv)
 
@@ -270,26 +292,28 @@ def _store_dbias(c: _Consumer, i, row) -> None:
 
 
 def _issue_dq(c: _Consumer, i) -> None:
-    """This consumer's half of dq from the dS in ring place i."""
+    """This consumer's part of dq from the dS in ring place i."""
     launch, smem = c.block.launch, c.block.smem
     if not launch.make_dq:
         return
     op, slot = launch.op, common.ring(i, DS_SLOTS)
-    m, n = _dq_shape(launch)
+    m, n = _dq_shape(launch, c.wg)
     plgpu.barrier_wait(c.block.bars.ds_ready.at[slot])
     op.set(c.acc.dq, common.zeros((m, n)))
     if launch.config.block_q == m:
-        op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot]), smem.k.at[:, pl.ds(c.wg * n, n)])
+        columns = pl.ds(c.wg * _first_columns(launch), n)
+        op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot]), smem.k.at[:, columns])
     else:
         op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot, :, pl.ds(c.wg * m, m)]), smem.k)
 
 
 def _add_dq(c: _Consumer, row, in_flight: int) -> None:
-    """Adds the half that was issued to its place in global memory."""
-    if c.block.launch.make_dq:
-        m, n = _dq_shape(c.block.launch)
-        op = c.block.launch.op
-        op.add_dq(op.load(c.acc.dq, in_flight), c.block.dq_part(row, c.wg * (m * n), m * n))
+    """Adds the part that was issued to its place in global memory."""
+    launch, op = c.block.launch, c.block.launch.op
+    if launch.make_dq:
+        m, n = _dq_shape(launch, c.wg)
+        part = c.block.dq_part(row, c.wg * (m * _first_columns(launch)), m * n)
+        op.add_dq(op.load(c.acc.dq, in_flight), part)
 
 
 def _finish(block: Block, wg, dk, dv) -> None:

@@ -106,7 +106,7 @@ class Call:
 
     Attributes:
       config: how the kernel is cut, with block_q and block_kv.
-      head_dim, head_dim_v: padded to multiples of 16, in the backward of 64.
+      head_dim, head_dim_v: padded, as `config.padded` of the forward or of the backward gives them.
       dtype: of q, k and v, by name.
       q_len, kv_len: without padding.
       mask: what hides pairs, a bias of -inf apart.

@@ -35,7 +35,8 @@ class InterpretOps:
 
     @staticmethod
     def with_accumulators(body, scratch, wg, **shapes):
-        accs = {n: _SmemAccumulator(scratch[n].at[wg], s) for n, s in shapes.items()}
+        at = lambda shape: (wg, *(pl.ds(0, size) for size in shape))  # maybe declared larger
+        accs = {n: _SmemAccumulator(scratch[n].at[at(s)], s) for n, s in shapes.items()}
         for acc in accs.values():
             acc.ref[...] = jnp.zeros(acc.shape, jnp.float32)
         return body(**accs)

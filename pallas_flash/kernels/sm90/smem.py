@@ -18,10 +18,13 @@ _BARRIER_BYTES = 8
 _BARRIERS = (plgpu.Barrier, plgpu.ClusterBarrier)
 
 
-def tiled_smem(shape: tuple[int, ...], dtype):
-    """A buffer as wgmma and TMA want it: 8-row tiles, swizzled as widely as the rows allow."""
+def tiled_smem(shape: tuple[int, ...], dtype, *, beside: int | None = None):
+    """A buffer as wgmma and TMA want it: 8-row tiles, swizzled as widely as the rows allow.
+
+    With `beside`, as widely as rows of so many columns do: the two operands of a wgmma must agree.
+    """
     bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    swizzle = plgpu.find_swizzle((beside or shape[-1]) * bits)
     tiling = plgpu.TilingTransform((8, swizzle * 8 // bits))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 

@@ -209,6 +209,8 @@ def backward_kernel(
     statistic = by_kv.count * cut.block_q * FLOAT32_BYTES
     statistic_once = _touched_tiles(walks, problem) * cut.block_q * FLOAT32_BYTES
     blocks = problem.batch * problem.num_kv_heads * len(by_kv.own)
+    parts = tuned.kv_parts(blocks, problem.q_per_kv)
+    blocks *= parts
     pairs = by_kv.count * cut.block_q * cut.block_kv
     products = [
         Product("S = Q K^T, again", 2 * pairs * wide.head_dim),
@@ -228,7 +230,8 @@ def backward_kernel(
         "dk, dv and sums of dq" if make_dq else "dk and dv",
         "kernels/sm90/backward.py",
         (
-            *once(k=n.k, v=n.v),
+            Access("k", parts * n.k, n.k),
+            Access("v", parts * n.v, n.v),
             visited("q", wide.head_dim),
             visited("dout", wide.head_dim_v),
             Access("-lse", statistic, statistic_once),
@@ -236,7 +239,7 @@ def backward_kernel(
             *_bias(problem, walks),
             *fetched,
         ),
-        (*once(dk=n.k, dv=n.v), *adds),
+        (*once(dk=parts * n.k, dv=parts * n.v), *adds),
         tuple(products),
     )
 
@@ -324,6 +327,10 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
         ),
     ]
     extra = {"delta": n.lse, "-lse": stored, "-delta": stored}
+    blocks = problem.batch * problem.num_kv_heads * -(-problem.kv_len // cut.block_kv)
+    parts = tuned.kv_parts(blocks, problem.q_per_kv)
+    if parts > 1:
+        extra["dk and dv of parts"] = parts * (n.k + n.v)
     if problem.deterministic_backward:
         passes += [
             backward_kernel(problem, operands, make_dq=False),
@@ -338,4 +345,8 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
             Pass("dq", ends, once(**{"dq sum": finished}), once(dq=n.q)),
         ]
         extra["dq sum"] = sums
+    if parts > 1:
+        dk, dv = parts * n.k, parts * n.v
+        here = "kernels/sm90/backend.py"
+        passes.append(Pass("sums of parts", here, once(dk=dk, dv=dv), once(dk=n.k, dv=n.v)))
     return Counts(tuple(passes), (*extra.items(), *_copied_bytes(copies)))

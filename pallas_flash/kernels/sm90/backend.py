@@ -355,15 +355,17 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     delta = delta - dlse  # (B, N, T)
     inputs = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
     deterministic = problem.deterministic_backward
+    config = tuned.backward_of(problem)
     dq, dk, dv, dbias = backward_kernel.flash_backward(
         *inputs,
-        config=tuned.backward_of(problem),
+        config=config,
+        kv_parts=_kv_parts(problem, arrays, config.block_kv),
         make_dq=not deterministic,
         make_dbias="bias" in wanted,
         dq_factor=None if "scale" in wanted else scale,
         **_launch_arguments(problem, arrays),
     )
-    grads = dict(key=dk, value=dv)
+    grads = dict(key=_sum_of_parts(dk, arrays.k), value=_sum_of_parts(dv, arrays.v))
     if dbias is not None:
         grads["bias"] = dbias
     if "sinks" in wanted:
@@ -384,6 +386,20 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
         products = jnp.where(dq == 0, 0.0, query.astype(jnp.float32) * dq)
         grads["scale"] = products.sum((1, 2, 3))
     return grads | dict(query=(dq * scale[:, None, None, None]).astype(arrays.q.dtype))
+
+
+def _kv_parts(problem: Problem, arrays: _Arrays, block_kv: int) -> int:
+    batch, _, kv_heads, _ = arrays.k.shape
+    blocks = batch * kv_heads * -(-problem.kv_len // block_kv)
+    return tuned.kv_parts(blocks, arrays.q.shape[2] // kv_heads)
+
+
+def _sum_of_parts(grad, like):
+    """(B, S, K * parts, H) -> (B, S, K, H)."""
+    if grad.shape == like.shape:
+        return grad
+    grad = grad.reshape(*like.shape[:3], -1, like.shape[3]).astype(jnp.float32)
+    return grad.sum(3).astype(like.dtype)
 
 
 def _dsinks(extras: Extras, lse, delta):

@@ -83,6 +83,7 @@ def flash_backward(
     config: BackwardConfig,
     make_dq: bool = True,
     make_dbias: bool = False,
+    kv_parts: int = 1,
     dq_factor: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
@@ -108,12 +109,13 @@ def flash_backward(
       config: how the kernel is cut.
       make_dq: False leaves dq out: what is left is bit-equal from run to run.
       make_dbias: make the gradient of `extras.bias`, too.
+      kv_parts: blocks that share the query heads of one kv head and tile of keys; divides N / K.
       dq_factor: float32 (B,), on dq in the dtype of q; None leaves dq in float32 without the scale.
       interpret: run in Pallas' interpret mode.
 
     Returns:
-      dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K, H);
-      dv: (B, S, K, Hv); dbias: float32, in the shape of the bias, or None.
+      dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K * kv_parts, H), a sum for each part;
+      dv: (B, S, K * kv_parts, Hv); dbias: float32, in the shape of the bias, or None.
 
     Raises:
       ValueError: the tiles of `config` do not fit the problem.
@@ -123,7 +125,8 @@ def flash_backward(
         q_len=q_len,
         kv_len=kv_len,
         num_q_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
+        num_kv_heads=k.shape[2] * kv_parts,
+        kv_parts=kv_parts,
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=jnp.dtype(q.dtype).name,
@@ -257,8 +260,16 @@ def _run_adding(launch: Launch, operands: Gmem, sums: dict[str, jax.Array]):
         sum_refs, dk_ref, dv_ref = refs
         dk_ref[...], dv_ref[...] = _run(launch, operands._replace(**sum_refs))
 
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in (operands.k, operands.v)]
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in _key_gradients(launch, operands)]
     return pl.run_state(body)((sums, *zeros))
+
+
+def _key_gradients(launch: Launch, operands: Gmem) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of dk and dv."""
+    return [
+        jax.ShapeDtypeStruct((*x.shape[:2], launch.num_kv_heads, x.shape[3]), x.dtype)
+        for x in (operands.k, operands.v)
+    ]
 
 
 def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:
@@ -273,7 +284,7 @@ def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:
 
     kernel = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.k, operands.v)],
+        out_type=_key_gradients(launch, operands),
         scratch_types=split.scratch(launch),
         grid=(launch.num_blocks,),
         grid_names=("block",),

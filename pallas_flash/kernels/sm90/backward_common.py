@@ -50,7 +50,7 @@ class Gmem(NamedTuple):
       dq: float32 (writers, B, N * q tiles, block_q * H), added into; see `mma.add_dq`.
       dbias: float32 (B', N', tiles of q, tiles of kv, block_q * block_kv), added into likewise; an
         axis along which the bias is repeated has size 1.
-      dk, dv: (B, S, K, H) and (B, S, K, Hv).
+      dk, dv: (B, S, K * parts, H) and (B, S, K * parts, Hv), see `Launch.kv_parts`.
     """
 
     q: Ref
@@ -78,9 +78,12 @@ class Launch(Call):
     Attributes:
       make_dq: add up dq, too.
       make_dbias: add up the gradient of the bias, too.
+      kv_parts: blocks for one tile of keys, each with its part of the query heads that read it and
+        with sums of dk and dv of its own. To the rest of the launch these parts are kv heads.
     """
 
     config: BackwardConfig
+    kv_parts: int = 1
     make_dq: bool = True
     make_dbias: bool = False
 
@@ -392,7 +395,7 @@ def produce(block: Block) -> None:
         if gmem.extras.kv_lengths is None
         else gmem.extras.kv_lengths[walk.b] < walk.kv0 + block_kv
     )
-    at = walk.b, pl.ds(walk.kv0, block_kv), walk.kv_head
+    at = walk.b, pl.ds(walk.kv0, block_kv), div(walk.kv_head, launch.kv_parts)
     _copy_clean(gmem.k, gmem.k_tail, at, cut, smem.k, bars.kv_ready)
     _copy_clean(gmem.v, gmem.v_tail, at, cut, smem.v, bars.kv_ready)
 

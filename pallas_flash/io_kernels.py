@@ -194,9 +194,19 @@ def backward_kernel(
     cut: config.BackwardConfig | None = None,
     *,
     make_dq: bool = True,
+    kv_parts: int | None = None,
 ) -> Pass:
-    """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory."""
+    """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory.
+
+    Args:
+      problem: what `refusal` has no objection to.
+      operands: what the mask needs, concrete.
+      cut: the tiles; None: as tuned.
+      make_dq: False in the deterministic backward.
+      kv_parts: blocks for each tile of keys, with K and V once each; None: as tuned.
+    """
     cut = cut or tuned.backward_of(problem)
+    parts = kv_parts or tuned.kv_parts(problem, cut)
     n, wide, item = (
         kernel_sizes(problem, BACKWARD_HEAD_TILE),
         padded(problem, BACKWARD_HEAD_TILE),
@@ -208,9 +218,7 @@ def backward_kernel(
     visited = lambda name, d: Access(name, by_kv.sum_across * d * item, queries * d * item)
     statistic = by_kv.count * cut.block_q * FLOAT32_BYTES
     statistic_once = _touched_tiles(walks, problem) * cut.block_q * FLOAT32_BYTES
-    blocks = problem.batch * problem.num_kv_heads * len(by_kv.own)
-    parts = tuned.kv_parts(blocks, problem.q_per_kv)
-    blocks *= parts
+    blocks = problem.batch * problem.num_kv_heads * len(by_kv.own) * parts
     pairs = by_kv.count * cut.block_q * cut.block_kv
     products = [
         Product("S = Q K^T, again", 2 * pairs * wide.head_dim),
@@ -327,10 +335,6 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
         ),
     ]
     extra = {"delta": n.lse, "-lse": stored, "-delta": stored}
-    blocks = problem.batch * problem.num_kv_heads * -(-problem.kv_len // cut.block_kv)
-    parts = tuned.kv_parts(blocks, problem.q_per_kv)
-    if parts > 1:
-        extra["dk and dv of parts"] = parts * (n.k + n.v)
     if problem.deterministic_backward:
         passes += [
             backward_kernel(problem, operands, make_dq=False),
@@ -345,8 +349,9 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
             Pass("dq", ends, once(**{"dq sum": finished}), once(dq=n.q)),
         ]
         extra["dq sum"] = sums
+    parts = tuned.kv_parts(problem, cut)
     if parts > 1:
-        dk, dv = parts * n.k, parts * n.v
-        here = "kernels/sm90/backend.py"
-        passes.append(Pass("sums of parts", here, once(dk=dk, dv=dv), once(dk=n.k, dv=n.v)))
+        read, written = once(dk=parts * n.k, dv=parts * n.v), once(dk=n.k, dv=n.v)
+        passes.append(Pass("dk, dv of parts", "kernels/sm90/backend.py", read, written))
+        extra["dk and dv of parts"] = parts * (n.k + n.v)
     return Counts(tuple(passes), (*extra.items(), *_copied_bytes(copies)))

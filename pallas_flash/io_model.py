@@ -110,37 +110,39 @@ def backward_residency(
 ) -> Residency:
     """q, dout and the sums of dq of the heads whose kv tiles run at the same time.
 
-    The query heads of a group come one after the other: where all walks are equally long the
+    The query heads of a share come one after the other: where all walks are equally long the
     blocks are at the same of them, else at any.
     """
     cut = tuned.backward_of(problem)
     walks = tile_walks(problem, operands, cut.block_q, cut.block_kv, by="kv")
-    pairs, kv_tiles = problem.batch * problem.num_kv_heads, len(walks.own)
-    is_grouped = problem.q_per_kv > 1 and bool(problem.mask.parts())
+    parts = tuned.kv_parts(problem, cut)
+    pairs, kv_tiles = problem.batch * problem.num_kv_heads * parts, len(walks.own)
+    heads_a_share = problem.q_per_kv // parts
+    is_grouped = heads_a_share > 1 and bool(problem.mask.parts())
     group = min(cut.head_group, pairs) if is_grouped else 1
-    kv_heads = min(pairs, max(group, limits.num_sms / kv_tiles))
+    shares = min(pairs, max(group, limits.num_sms / kv_tiles))
     is_even = walks.tiles.mean() > 0.9 * walks.tiles.max()
-    heads = kv_heads * (1 if is_even else problem.q_per_kv)
-    queries = _span(walks, limits.num_sms / kv_heads, cut.block_kv, problem.q_len)
+    heads = shares * (1 if is_even else heads_a_share)
+    queries = _span(walks, limits.num_sms / shares, cut.block_kv, problem.q_len)
     wide = io_kernels.padded(problem, BACKWARD_HEAD_TILE)
     a_query = (wide.head_dim + wide.head_dim_v) * problem.np_dtype.itemsize
     a_query += wide.head_dim * io_counts.FLOAT32_BYTES
     residency = _residency(heads * queries * a_query, limits.num_sms / heads, speeds)
     if problem.mask.parts() or residency.regime == STREAMING:
         return residency
-    a_head = problem.q_per_kv * problem.q_len * a_query
-    again = _heads_again(pairs, kv_tiles, a_head, speeds, limits) * a_head
+    a_share = heads_a_share * problem.q_len * a_query
+    again = _shares_again(pairs, kv_tiles, a_share, speeds, limits) * a_share
     return residency._replace(again_bytes=again)
 
 
-def _heads_again(
-    pairs: int, kv_tiles: int, a_head: int, speeds: hardware.GpuSpeeds, limits: hardware.GpuLimits
+def _shares_again(
+    pairs: int, kv_tiles: int, a_share: int, speeds: hardware.GpuSpeeds, limits: hardware.GpuLimits
 ) -> int:
-    """Heads that two waves of equally long blocks have a part in, where L2 cannot hold a wave.
+    """Shares that two waves of equally long blocks have a part in, where L2 cannot hold a wave.
 
     By the time the second wave begins with what the first one began with, that is gone.
     """
-    if max(1.0, limits.num_sms / kv_tiles) * a_head <= speeds.l2_bytes:
+    if max(1.0, limits.num_sms / kv_tiles) * a_share <= speeds.l2_bytes:
         return 0
     ends = range(limits.num_sms, pairs * kv_tiles, limits.num_sms)
     return sum(end % kv_tiles != 0 for end in ends)

@@ -6,6 +6,7 @@ is folded into the batch axis, so it runs as one launch; over a mesh each device
 shards.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -359,7 +360,7 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     dq, dk, dv, dbias = backward_kernel.flash_backward(
         *inputs,
         config=config,
-        kv_parts=_kv_parts(problem, arrays, config.block_kv),
+        kv_parts=tuned.kv_parts(_launched(problem, arrays), config),
         make_dq=not deterministic,
         make_dbias="bias" in wanted,
         dq_factor=None if "scale" in wanted else scale,
@@ -388,18 +389,20 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     return grads | dict(query=(dq * scale[:, None, None, None]).astype(arrays.q.dtype))
 
 
-def _kv_parts(problem: Problem, arrays: _Arrays, block_kv: int) -> int:
-    batch, _, kv_heads, _ = arrays.k.shape
-    blocks = batch * kv_heads * -(-problem.kv_len // block_kv)
-    return tuned.kv_parts(blocks, arrays.q.shape[2] // kv_heads)
+def _launched(problem: Problem, arrays: _Arrays) -> Problem:
+    """The problem of one launch: the batch rows and heads of a shard, with what vmap folds in."""
+    batch, _, num_q_heads, _ = arrays.q.shape
+    return dataclasses.replace(
+        problem, batch=batch, num_q_heads=num_q_heads, num_kv_heads=arrays.k.shape[2]
+    )
 
 
 def _sum_of_parts(grad, like):
-    """(B, S, K * parts, H) -> (B, S, K, H)."""
+    """(B, S, K * parts, H) -> (B, S, K, H) like `like`, added up in float32."""
     if grad.shape == like.shape:
         return grad
-    grad = grad.reshape(*like.shape[:3], -1, like.shape[3]).astype(jnp.float32)
-    return grad.sum(3).astype(like.dtype)
+    parts = grad.reshape(*like.shape[:3], -1, like.shape[3])
+    return parts.sum(3, dtype=jnp.float32).astype(like.dtype)
 
 
 def _dsinks(extras: Extras, lse, delta):

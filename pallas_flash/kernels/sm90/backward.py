@@ -1,8 +1,10 @@
 """The fused backward for Hopper: dq, dk and dv in one kernel of five products a tile.
 
 A block of the grid holds the keys and values of one kv head's block_kv positions and walks over
-the q tiles that see them, for each query head of the group. Everything is transposed, keys in
-rows, so that P and dS feed dv and dk from registers:
+the q tiles that see them, for each query head of the group. Where tiles of keys are too few to fill
+the GPU, several blocks share the query heads of one, and their sums of dk and dv are added up
+afterwards (`kv_parts`). Everything is transposed, keys in rows, so that P and dS feed dv and dk
+from registers:
 
     S^T  = K Q^T - lse / scale        the accumulator starts from the statistic: no subtraction,
     dP^T = V dO^T - delta             and no row of statistics is live afterwards
@@ -110,23 +112,29 @@ def flash_backward(
       make_dq: False leaves dq out: what is left is bit-equal from run to run.
       make_dbias: make the gradient of `extras.bias`, too.
       kv_parts: blocks that share the query heads of one kv head and tile of keys; divides N / K.
+        Their sums of dk and dv, in the dtype of k and v, are for the caller to add up.
       dq_factor: float32 (B,), on dq in the dtype of q; None leaves dq in float32 without the scale.
       interpret: run in Pallas' interpret mode.
 
     Returns:
-      dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K * kv_parts, H), a sum for each part;
-      dv: (B, S, K * kv_parts, Hv); dbias: float32, in the shape of the bias, or None.
+      dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K * kv_parts, H), the parts of a kv
+      head in sequence; dv: (B, S, K * kv_parts, Hv); dbias: float32, in the shape of the bias, or
+      None.
 
     Raises:
-      ValueError: the tiles of `config` do not fit the problem.
+      ValueError: the tiles of `config` do not fit the problem, or `kv_parts` its heads.
     """
+    group = q.shape[2] // k.shape[2]
+    if group % kv_parts:
+        raise ValueError(
+            f"kv_parts={kv_parts} must divide the {group} query heads of a kv head: take a divisor"
+        )
     launch = Launch(
         batch=q.shape[0],
         q_len=q_len,
         kv_len=kv_len,
         num_q_heads=q.shape[2],
-        num_kv_heads=k.shape[2] * kv_parts,
-        kv_parts=kv_parts,
+        num_kv_heads=k.shape[2],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=jnp.dtype(q.dtype).name,
@@ -137,6 +145,7 @@ def flash_backward(
         config=config,
         make_dq=make_dq,
         make_dbias=make_dbias,
+        kv_parts=kv_parts,
         interpret=bool(interpret),
     )
     split = _SPLITS[config.split]
@@ -267,7 +276,7 @@ def _run_adding(launch: Launch, operands: Gmem, sums: dict[str, jax.Array]):
 def _key_gradients(launch: Launch, operands: Gmem) -> list[jax.ShapeDtypeStruct]:
     """Shapes of dk and dv."""
     return [
-        jax.ShapeDtypeStruct((*x.shape[:2], launch.num_kv_heads, x.shape[3]), x.dtype)
+        jax.ShapeDtypeStruct((*x.shape[:2], launch.num_shares, x.shape[3]), x.dtype)
         for x in (operands.k, operands.v)
     ]
 
@@ -291,7 +300,9 @@ def _run(launch: Launch, operands: Gmem) -> tuple[jax.Array, jax.Array]:
         num_threads=common.CONSUMERS + 1,
         thread_name="wg",
         kernel_name="flash_backward",
-        **cost_estimate(launch, io_kernels.backward_kernel, make_dq=launch.make_dq),
+        **cost_estimate(
+            launch, io_kernels.backward_kernel, make_dq=launch.make_dq, kv_parts=launch.kv_parts
+        ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,

@@ -158,6 +158,13 @@ def test_visible_pairs_are_those_of_the_definition(name):
     assert visible_pairs(problem, operands) == MASKS[name].visible()
 
 
+@pytest.mark.parametrize("by", ["q", "kv"])
+def test_keys_far_past_the_last_query_are_not_visited(by):
+    problem, operands = _problem(MASKS["causal"], q_len=100, kv_len=1000)
+    walks = tile_walks(problem, operands, 64, 64, by=by)
+    assert walks.count == BATCH * HEADS * (1 + 2)
+
+
 # --- the paper's algorithms ----------------------------------------------------------------------
 
 SRAM_BYTES = 2 * 64 * 4 * 40  # 40 keys a block: B_c = 40, B_r = 40

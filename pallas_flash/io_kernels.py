@@ -18,22 +18,10 @@ import numpy as np
 from pallas_flash import config, masks, tuned
 from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
 from pallas_flash.io_counts import FLOAT32_BYTES, Access, Counts, Pass, Product, Sizes, once, sizes
-from pallas_flash.problem import LOW_PRECISION, Operands, Problem
+from pallas_flash.problem import Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks
 
-FEW_QUERIES = 8  # up to which a call may be run in another arrangement
 STRIP = 64  # queries of a warpgroup, and of a block of the backward's first and last kernel
-
-
-def refusal(problem: Problem) -> str:
-    """Why there are no kernels to count for this problem, or the empty string."""
-    if problem.np_dtype not in LOW_PRECISION:
-        return f"no kernel takes {problem.dtype}: float16 and bfloat16 only"
-    if max(problem.head_dim, problem.head_dim_v) > max(tuned.HEAD_DIMS):
-        return f"no kernel takes head dims above {max(tuned.HEAD_DIMS)}"
-    if problem.q_len <= FEW_QUERIES:
-        return f"up to {FEW_QUERIES} queries are rearranged by kernels/sm90/few_queries.py"
-    return ""
 
 
 def padded(problem: Problem, head_tile: int) -> Problem:
@@ -151,7 +139,7 @@ def forward_kernel(
     """kernels/sm90/forward.py: a q tile once, a tile of K and V for each step of its walk.
 
     Args:
-      problem: what `refusal` has no objection to.
+      problem: what `io_model.refusal` has no objection to.
       operands: what the mask needs, concrete.
       cut: the tiles; None: as tuned.
     """
@@ -199,7 +187,7 @@ def backward_kernel(
     """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory.
 
     Args:
-      problem: what `refusal` has no objection to.
+      problem: what `io_model.refusal` has no objection to.
       operands: what the mask needs, concrete.
       cut: the tiles; None: as tuned.
       make_dq: False in the deterministic backward.

@@ -3,8 +3,8 @@
     python -m pallas_flash.io_model --seq-len 8192 --head-dim 128 --heads 16 --causal --backward
 
 `io_counts` and `io_kernels` count exactly. Here is what turns counts into predictions: which of the
-bytes between L2 and shared memory reach device memory (`dram`), and the least time that bytes and
-products can take (`floor_s`), for one GPU that does nothing else. `io_report` is the command line.
+bytes between L2 and shared memory reach device memory (`dram`), and floors, the least time that
+bytes and products can take, for one GPU that does nothing else. `io_report` is the command line.
 
 L2 and its regimes. All blocks that run at the same time read the same few heads again and again.
 While what they share fits in L2, device memory sees each byte once: resident. Each half of an L2 of
@@ -15,10 +15,10 @@ it is borderline; beyond the whole it is streaming, and only blocks in step shar
 import dataclasses
 from typing import NamedTuple
 
-from pallas_flash import hardware, io_counts, io_kernels, tuned
+from pallas_flash import hardware, io_counts, io_few_queries, io_kernels, tuned
 from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE
 from pallas_flash.io_counts import Access, Counts
-from pallas_flash.problem import Operands, Problem
+from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks, visible_pairs
 
 RESIDENT, BORDERLINE, STREAMING = "resident", "borderline", "streaming"
@@ -35,11 +35,6 @@ def visible_flops(
     return visible_pairs(problem, operands) * 2 * (3 * h + 2 * hv if backward else h + hv)
 
 
-def floor_s(flops: int, dram_bytes: int, speeds: hardware.GpuSpeeds = hardware.H200) -> float:
-    """The least time for so many flops and bytes: they overlap at best."""
-    return max(flops / speeds.matmul_flops_s, dram_bytes / speeds.hbm_bytes_s)
-
-
 def problem_floor_s(
     problem: Problem,
     operands: Operands = NO_OPERANDS,
@@ -49,7 +44,7 @@ def problem_floor_s(
 ) -> float:
     """The least time of a problem, by its visible pairs and its compulsory bytes."""
     flops = visible_flops(problem, operands, backward=backward)
-    return floor_s(flops, io_counts.compulsory(problem, backward=backward), speeds)
+    return speeds.floor_s(flops, io_counts.compulsory(problem, backward=backward))
 
 
 # --- caches --------------------------------------------------------------------------------------
@@ -209,7 +204,7 @@ class Estimate:
 
     def floor_s(self, speeds: hardware.GpuSpeeds = hardware.H200) -> float:
         """The least time of its own flops and bytes."""
-        return floor_s(self.counts.flops, self.memory.total, speeds)
+        return speeds.floor_s(self.counts.flops, self.memory.total)
 
     @property
     def intensity(self) -> float:
@@ -264,6 +259,17 @@ def _kernels(
     return Estimate("kernels", backward, counts, dram(counts, residency), residency, 0)
 
 
+def refusal(problem: Problem) -> str:
+    """Why the kernels are not counted for this problem, or the empty string."""
+    if problem.np_dtype not in LOW_PRECISION:
+        return f"no kernel takes {problem.dtype}: float16 and bfloat16 only"
+    if max(problem.head_dim, problem.head_dim_v) > max(tuned.HEAD_DIMS):
+        return f"no kernel takes head dims above {max(tuned.HEAD_DIMS)}"
+    if io_few_queries.applies(problem):
+        return "few queries are rearranged by kernels/sm90/few_queries.py"
+    return ""
+
+
 def estimates(
     problem: Problem,
     operands: Operands = NO_OPERANDS,
@@ -286,7 +292,7 @@ def estimates(
     """
     found = [_naive(problem, speeds, backward, fused) for fused in (False, True)]
     found.append(_paper(problem, operands, sram_bytes, speeds, backward))
-    if not io_kernels.refusal(problem):
+    if not refusal(problem):
         found.append(_kernels(problem, operands, speeds, backward))
     return tuple(found)
 

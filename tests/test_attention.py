@@ -82,6 +82,7 @@ SLOW_WITHOUT_GPU = {
     "tile-edge-129-causal",
     "window-left-causal",
     "decode-gqa4-lengths-sinks",
+    "decode-16-queries-gqa4",
     "full-f16",
     "causal-bf16",
     "scale-traced",

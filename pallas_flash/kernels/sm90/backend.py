@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import dropout, io_kernels, io_model, sharding, tuned
+from pallas_flash import dropout, io_few_queries, io_kernels, io_model, sharding, tuned
 from pallas_flash.config import BACKWARD_HEAD_TILE, FORWARD_HEAD_TILE, ROW_TILE
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
@@ -59,7 +59,7 @@ def _is_shared_bias(problem: Problem) -> bool:
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
-    """What the layout of this problem costs beyond its own work, and what memory traffic it has."""
+    """What its layout costs beyond its own work, and its memory traffic, or what runs instead."""
     found = []
     for name, arrays in (("q_len", "query, out and their gradients"), ("kv_len", "key and value")):
         size = getattr(problem, name)
@@ -71,7 +71,8 @@ def notes(problem: Problem) -> tuple[str, ...]:
             padded = _round_up(size, tile)
             if size != padded:
                 found.append(f"{name}={size} is padded to {padded} in the {way}: copies, and work")
-    return tuple(found) if io_kernels.refusal(problem) else (*found, _traffic(problem))
+    rows = io_few_queries.told(problem)
+    return (*found, rows or _traffic(problem))
 
 
 def _traffic(problem: Problem) -> str:
@@ -271,7 +272,7 @@ def forward(problem: Problem, operands: Operands):
 
 
 def _run_forward(problem: Problem, arrays: _Arrays):
-    if few_queries.applies(problem, arrays.extras):
+    if io_few_queries.applies(_launched(problem, arrays)):
         return _run_few_queries(problem, arrays)
     out, lse = forward_kernel.flash_forward(
         arrays.q,

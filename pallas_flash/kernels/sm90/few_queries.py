@@ -6,6 +6,8 @@ leaves fewer tiles than a chip has multiprocessors, the keys are cut into parts,
 its own (a reshape: no key is copied), and the parts meet by their log-sum-exp
 (Dao et al., Flash-Decoding, 2023).
 
+Which calls are run so is for `io_few_queries` to say, from the times of both ways.
+
 A mask knows rows by position, and here `q_per_kv` rows have one. A single query's bounds are a
 length of the keys; every other mask is written out, an array of these few rows.
 """
@@ -15,15 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import hardware, masks
-from pallas_flash.kernels.sm90.call import Extras, ceil_div
+from pallas_flash import masks
+from pallas_flash.io_few_queries import is_length, num_parts
+from pallas_flash.kernels.sm90.call import Extras
 from pallas_flash.problem import Problem
-
-MOST_QUERIES = 8
-MOST_ROWS = 64  # queries times the heads that share their keys: one consumer's
-FEWEST_KEYS = 256  # of a part; a call with fewer is short whatever is done
-BLOCKS_A_MULTIPROCESSOR = 2
-TERMS = frozenset({"soft_cap", "sinks"})  # what needs no position
 
 
 class Rows(NamedTuple):
@@ -49,16 +46,6 @@ class Rows(NamedTuple):
     mask: masks.Mask
     parts: int
     group: int
-
-
-def applies(problem: Problem, extras: Extras) -> bool:
-    """Whether a call is better run this way."""
-    return (
-        problem.q_len <= MOST_QUERIES
-        and problem.q_len * problem.q_per_kv <= MOST_ROWS
-        and problem.kv_len >= FEWEST_KEYS
-        and extras.present() <= TERMS | problem.mask.reads
-    )
 
 
 def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
@@ -90,13 +77,6 @@ def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
     )
 
 
-def num_parts(pairs: int, kv_len: int) -> int:
-    """Parts that fill the chip, of whole tiles; as many as there can be where none suffices."""
-    wanted = ceil_div(hardware.SM90.num_sms * BLOCKS_A_MULTIPROCESSOR, pairs)
-    possible = [p for p in range(1, kv_len // FEWEST_KEYS + 1) if kv_len % (128 * p) == 0]
-    return next((p for p in possible if p >= wanted), max(possible, default=1))
-
-
 def _visible(problem: Problem, extras: Extras, batch: int):
     """What hides keys: (bool that broadcasts to (B, N, T, S), int32 lengths (B,)), or None each.
 
@@ -105,7 +85,7 @@ def _visible(problem: Problem, extras: Extras, batch: int):
     mask, values = problem.mask, _values(extras, batch)
     if not mask.parts():
         return None, None
-    if problem.q_len == 1 and mask.is_bounds and mask.bounds(values).lower is None:
+    if is_length(problem):
         if jax.tree.leaves(values):
             return None, jax.vmap(lambda row: _visible_keys(problem, row))(values)
         end = _visible_keys(problem, values)

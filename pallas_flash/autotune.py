@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from pallas_flash import aot, benchmark, masks, tuned
 from pallas_flash.benchmark_shapes import Shape
 from pallas_flash.config import BackwardConfig, DqConfig, ForwardConfig
+from pallas_flash.problem import Problem
 
 Config = ForwardConfig | BackwardConfig | DqConfig
 PASSES: dict[str, type[Config]] = dict(forward=ForwardConfig, backward=BackwardConfig, dq=DqConfig)
@@ -96,9 +97,18 @@ class Target:
 
     def launch(self, config: Config):
         """A function of `arguments` that launches the kernel."""
-        mask = masks.Causal() if self.causal else masks.And()
-        options = dict(mask=mask, q_len=self.seq_len, kv_len=self.seq_len, config=config)
+        options: dict[str, Any] = dict(
+            mask=self.problem.mask, q_len=self.seq_len, kv_len=self.seq_len, config=config
+        )
+        if isinstance(config, BackwardConfig):
+            options["kv_parts"] = tuned.kv_parts(self.problem, config)
         return functools.partial(_kernel(self.kernel), **options)
+
+    @property
+    def problem(self) -> Problem:
+        sizes = (self.batch, self.seq_len, self.seq_len, self.num_q_heads, self.num_kv_heads)
+        mask = masks.Causal() if self.causal else masks.And()
+        return Problem(*sizes, self.head_dim, self.head_dim_v, dtype="bfloat16", mask=mask)
 
     @property
     def flops(self) -> int:

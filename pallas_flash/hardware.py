@@ -45,6 +45,10 @@ class GpuSpeeds:
     nvlink_bytes_s: int
     network_bytes_s: int
 
+    def floor_s(self, flops: float, dram_bytes: float) -> float:
+        """The least time for so many flops and bytes: they overlap at best."""
+        return max(flops / self.matmul_flops_s, dram_bytes / self.hbm_bytes_s)
+
 
 # Measured 2026-11-29 (matrix product 830-844, copy); the others by NVIDIA's data sheet: NVLink 4 is
 # 900 GB/s both ways together, InfiniBand NDR 400 Gbit/s.

@@ -18,24 +18,12 @@ import numpy as np
 from pallas_flash import masks, tuned
 from pallas_flash.config import ROW_TILE, BackwardConfig, DqConfig, ForwardConfig
 from pallas_flash.io_counts import FLOAT32_BYTES, Access, Counts, Pass, Product, Sizes, once, sizes
-from pallas_flash.problem import LOW_PRECISION, Operands, Problem
+from pallas_flash.problem import Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks
 
-FEW_QUERIES = 8  # up to which a call may be run in another arrangement
 STRIP = 64  # queries of a warpgroup, and of a block of the backward's first and last kernel
 
 Cut = ForwardConfig | BackwardConfig  # which says what head dims are padded to
-
-
-def refusal(problem: Problem) -> str:
-    """Why there are no kernels to count for this problem, or the empty string."""
-    if problem.np_dtype not in LOW_PRECISION:
-        return f"no kernel takes {problem.dtype}: float16 and bfloat16 only"
-    if max(problem.head_dim, problem.head_dim_v) > max(tuned.HEAD_DIMS):
-        return f"no kernel takes head dims above {max(tuned.HEAD_DIMS)}"
-    if problem.q_len <= FEW_QUERIES:
-        return f"up to {FEW_QUERIES} queries are rearranged by kernels/sm90/few_queries.py"
-    return ""
 
 
 def padded(problem: Problem, cut: Cut) -> Problem:
@@ -151,7 +139,7 @@ def forward_kernel(
     """kernels/sm90/forward.py: a q tile once, a tile of K and V for each step of its walk.
 
     Args:
-      problem: what `refusal` has no objection to.
+      problem: what `io_model.refusal` has no objection to.
       operands: what the mask needs, concrete.
       cut: the tiles; None: as tuned.
     """
@@ -192,9 +180,19 @@ def backward_kernel(
     cut: BackwardConfig | None = None,
     *,
     make_dq: bool = True,
+    kv_parts: int | None = None,
 ) -> Pass:
-    """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory."""
+    """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory.
+
+    Args:
+      problem: what `io_model.refusal` has no objection to.
+      operands: what the mask needs, concrete.
+      cut: the tiles; None: as tuned.
+      make_dq: False in the deterministic backward.
+      kv_parts: blocks for each tile of keys, with K and V once each; None: as tuned.
+    """
     cut = cut or tuned.backward_of(problem)
+    parts = kv_parts or tuned.kv_parts(problem, cut)
     n, wide = kernel_sizes(problem, cut), padded(problem, cut)
     item = problem.np_dtype.itemsize
     by_kv = _walks(problem, operands, cut, by="kv", empty_too=True)
@@ -203,7 +201,7 @@ def backward_kernel(
     visited = lambda name, d: Access(name, by_kv.sum_across * d * item, queries * d * item)
     statistic = by_kv.count * cut.block_q * FLOAT32_BYTES
     statistic_once = _touched_tiles(walks, problem) * cut.block_q * FLOAT32_BYTES
-    blocks = problem.batch * problem.num_kv_heads * len(by_kv.own)
+    blocks = problem.batch * problem.num_kv_heads * len(by_kv.own) * parts
     pairs = by_kv.count * cut.block_q * cut.block_kv
     products = [
         Product("S = Q K^T, again", 2 * pairs * wide.head_dim),
@@ -223,7 +221,8 @@ def backward_kernel(
         "dk, dv and sums of dq" if make_dq else "dk and dv",
         "kernels/sm90/backward.py",
         (
-            *once(k=n.k, v=n.v),
+            Access("k", parts * n.k, n.k),
+            Access("v", parts * n.v, n.v),
             visited("q", wide.head_dim),
             visited("dout", wide.head_dim_v),
             Access("-lse", statistic, statistic_once),
@@ -231,7 +230,7 @@ def backward_kernel(
             *_bias(problem, walks),
             *fetched,
         ),
-        (*once(dk=n.k, dv=n.v), *adds),
+        (*once(dk=parts * n.k, dv=parts * n.v), *adds),
         tuple(products),
     )
 
@@ -327,4 +326,9 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
             Pass("dq", ends, once(**{"dq sum": finished}), once(dq=n.q)),
         ]
         extra["dq sum"] = sums
+    parts = tuned.kv_parts(problem, cut)
+    if parts > 1:
+        read, written = once(dk=parts * n.k, dv=parts * n.v), once(dk=n.k, dv=n.v)
+        passes.append(Pass("dk, dv of parts", "kernels/sm90/backend.py", read, written))
+        extra["dk and dv of parts"] = parts * (n.k + n.v)
     return Counts(tuple(passes), (*extra.items(), *_copied_bytes(copies)))

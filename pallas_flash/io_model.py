@@ -3,8 +3,8 @@
     python -m pallas_flash.io_model --seq-len 8192 --head-dim 128 --heads 16 --causal --backward
 
 `io_counts` and `io_kernels` count exactly. Here is what turns counts into predictions: which of the
-bytes between L2 and shared memory reach device memory (`dram`), and the least time that bytes and
-products can take (`floor_s`), for one GPU that does nothing else. `io_report` is the command line.
+bytes between L2 and shared memory reach device memory (`dram`), and floors, the least time that
+bytes and products can take, for one GPU that does nothing else. `io_report` is the command line.
 
 L2 and its regimes. All blocks that run at the same time read the same few heads again and again.
 While what they share fits in L2, device memory sees each byte once: resident. Each half of an L2 of
@@ -15,9 +15,9 @@ it is borderline; beyond the whole it is streaming, and only blocks in step shar
 import dataclasses
 from typing import NamedTuple
 
-from pallas_flash import hardware, io_counts, io_kernels, tuned
+from pallas_flash import hardware, io_counts, io_few_queries, io_kernels, tuned
 from pallas_flash.io_counts import Access, Counts
-from pallas_flash.problem import Operands, Problem
+from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks, visible_pairs
 
 RESIDENT, BORDERLINE, STREAMING = "resident", "borderline", "streaming"
@@ -34,11 +34,6 @@ def visible_flops(
     return visible_pairs(problem, operands) * 2 * (3 * h + 2 * hv if backward else h + hv)
 
 
-def floor_s(flops: int, dram_bytes: int, speeds: hardware.GpuSpeeds = hardware.H200) -> float:
-    """The least time for so many flops and bytes: they overlap at best."""
-    return max(flops / speeds.matmul_flops_s, dram_bytes / speeds.hbm_bytes_s)
-
-
 def problem_floor_s(
     problem: Problem,
     operands: Operands = NO_OPERANDS,
@@ -48,7 +43,7 @@ def problem_floor_s(
 ) -> float:
     """The least time of a problem, by its visible pairs and its compulsory bytes."""
     flops = visible_flops(problem, operands, backward=backward)
-    return floor_s(flops, io_counts.compulsory(problem, backward=backward), speeds)
+    return speeds.floor_s(flops, io_counts.compulsory(problem, backward=backward))
 
 
 # --- caches --------------------------------------------------------------------------------------
@@ -109,37 +104,39 @@ def backward_residency(
 ) -> Residency:
     """q, dout and the sums of dq of the heads whose kv tiles run at the same time.
 
-    The query heads of a group come one after the other: where all walks are equally long the
+    The query heads of a share come one after the other: where all walks are equally long the
     blocks are at the same of them, else at any.
     """
     cut = tuned.backward_of(problem)
     walks = tile_walks(problem, operands, cut.block_q, cut.block_kv, by="kv")
-    pairs, kv_tiles = problem.batch * problem.num_kv_heads, len(walks.own)
-    is_grouped = problem.q_per_kv > 1 and bool(problem.mask.parts())
+    parts = tuned.kv_parts(problem, cut)
+    pairs, kv_tiles = problem.batch * problem.num_kv_heads * parts, len(walks.own)
+    heads_a_share = problem.q_per_kv // parts
+    is_grouped = heads_a_share > 1 and bool(problem.mask.parts())
     group = min(cut.head_group, pairs) if is_grouped else 1
-    kv_heads = min(pairs, max(group, limits.num_sms / kv_tiles))
+    shares = min(pairs, max(group, limits.num_sms / kv_tiles))
     is_even = walks.tiles.mean() > 0.9 * walks.tiles.max()
-    heads = kv_heads * (1 if is_even else problem.q_per_kv)
-    queries = _span(walks, limits.num_sms / kv_heads, cut.block_kv, problem.q_len)
+    heads = shares * (1 if is_even else heads_a_share)
+    queries = _span(walks, limits.num_sms / shares, cut.block_kv, problem.q_len)
     wide = io_kernels.padded(problem, cut)
     a_query = (wide.head_dim + wide.head_dim_v) * problem.np_dtype.itemsize
     a_query += wide.head_dim * io_counts.FLOAT32_BYTES
     residency = _residency(heads * queries * a_query, limits.num_sms / heads, speeds)
     if problem.mask.parts() or residency.regime == STREAMING:
         return residency
-    a_head = problem.q_per_kv * problem.q_len * a_query
-    again = _heads_again(pairs, kv_tiles, a_head, speeds, limits) * a_head
+    a_share = heads_a_share * problem.q_len * a_query
+    again = _shares_again(pairs, kv_tiles, a_share, speeds, limits) * a_share
     return residency._replace(again_bytes=again)
 
 
-def _heads_again(
-    pairs: int, kv_tiles: int, a_head: int, speeds: hardware.GpuSpeeds, limits: hardware.GpuLimits
+def _shares_again(
+    pairs: int, kv_tiles: int, a_share: int, speeds: hardware.GpuSpeeds, limits: hardware.GpuLimits
 ) -> int:
-    """Heads that two waves of equally long blocks have a part in, where L2 cannot hold a wave.
+    """Shares that two waves of equally long blocks have a part in, where L2 cannot hold a wave.
 
     By the time the second wave begins with what the first one began with, that is gone.
     """
-    if max(1.0, limits.num_sms / kv_tiles) * a_head <= speeds.l2_bytes:
+    if max(1.0, limits.num_sms / kv_tiles) * a_share <= speeds.l2_bytes:
         return 0
     ends = range(limits.num_sms, pairs * kv_tiles, limits.num_sms)
     return sum(end % kv_tiles != 0 for end in ends)
@@ -206,7 +203,7 @@ class Estimate:
 
     def floor_s(self, speeds: hardware.GpuSpeeds = hardware.H200) -> float:
         """The least time of its own flops and bytes."""
-        return floor_s(self.counts.flops, self.memory.total, speeds)
+        return speeds.floor_s(self.counts.flops, self.memory.total)
 
     @property
     def intensity(self) -> float:
@@ -261,6 +258,17 @@ def _kernels(
     return Estimate("kernels", backward, counts, dram(counts, residency), residency, 0)
 
 
+def refusal(problem: Problem) -> str:
+    """Why the kernels are not counted for this problem, or the empty string."""
+    if problem.np_dtype not in LOW_PRECISION:
+        return f"no kernel takes {problem.dtype}: float16 and bfloat16 only"
+    if max(problem.head_dim, problem.head_dim_v) > max(tuned.HEAD_DIMS):
+        return f"no kernel takes head dims above {max(tuned.HEAD_DIMS)}"
+    if io_few_queries.applies(problem):
+        return "few queries are rearranged by kernels/sm90/few_queries.py"
+    return ""
+
+
 def estimates(
     problem: Problem,
     operands: Operands = NO_OPERANDS,
@@ -283,7 +291,7 @@ def estimates(
     """
     found = [_naive(problem, speeds, backward, fused) for fused in (False, True)]
     found.append(_paper(problem, operands, sram_bytes, speeds, backward))
-    if not io_kernels.refusal(problem):
+    if not refusal(problem):
         found.append(_kernels(problem, operands, speeds, backward))
     return tuple(found)
 

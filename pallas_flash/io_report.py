@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import hardware, io_counts, io_kernels, io_model, link_model, masks
+from pallas_flash import hardware, io_counts, io_model, link_model, masks
 from pallas_flash.io_model import Estimate
 from pallas_flash.io_sweep import LONGEST, SPEEDS, Study, crossovers, sweep
 from pallas_flash.problem import DTYPES, Operands, Problem
@@ -121,9 +121,12 @@ def _problem(options: argparse.Namespace) -> tuple[Problem, Operands]:
     return problem, operands
 
 
-def _swept(q_len: int) -> list[int]:
-    shorter = {q_len // part for part in (16, 8, 4, 2)}
-    return sorted({q_len} | {n for n in shorter if n > io_kernels.FEW_QUERIES})
+def _swept(study: Study) -> list[int]:
+    """Lengths up to T for which the same algorithms are counted."""
+    q_len = study.problem.q_len
+    shorter = {q_len // part for part in (16, 8, 4, 2)} - {0}
+    is_counted = lambda n: not io_model.refusal(study.at(n).problem)
+    return sorted({q_len} | {n for n in shorter if is_counted(n) == is_counted(q_len)})
 
 
 # --- as text -------------------------------------------------------------------------------------
@@ -232,12 +235,12 @@ def _heading(study: Study) -> list[str]:
         f"{blocks[1]} keys in the paper's algorithm",
         f"pairs: {seen} of {pairs} visible; least time of the problem: {', '.join(floors)}",
     ]
-    refusal = io_kernels.refusal(p)
+    refusal = io_model.refusal(p)
     return [*lines, f"kernels: not counted, {refusal}"] if refusal else lines
 
 
 def _sweep_lines(study: Study, backward: bool) -> list[str]:
-    rows = sweep(study, _swept(study.problem.q_len), backward)
+    rows = sweep(study, _swept(study), backward)
     names = list(rows[0]["bytes"])
     cells = {}
     for row in rows:
@@ -328,7 +331,7 @@ def _as_json(
                 study.problem, study.operands, backward=backward, speeds=SPEEDS
             ),
             "algorithms": {e.algorithm: _estimate(e) for e in study.estimates(backward)},
-            "sweep": sweep(study, _swept(study.problem.q_len), backward),
+            "sweep": sweep(study, _swept(study), backward),
         }
     if options.devices:
         told["ring"] = {

@@ -91,8 +91,8 @@ def tile_walks(
         elif not empty_too:
             last = np.where(is_empty, first, last)
         ends = np.concatenate([[0], np.cumsum(sizes)])
-        first = np.minimum(first, len(sizes))  # a window may begin past the end
-        last = np.maximum(first, last)
+        # A window may begin past the end, and so do the queries that see the keys behind them all.
+        first, last = (np.minimum(x, len(sizes)) for x in (first, np.maximum(first, last)))
         tiles, across = last - first, ends[last] - ends[first]
     else:
         visited = _visited(problem, operands, block_q, block_kv)

@@ -136,6 +136,7 @@ FUSED = (
         static=BOTTOM_RIGHT | {"local_window_size": (300, 0), "logits_soft_cap": 5.0},
         arrays={"key_value_seq_lengths": [400], "query_seq_lengths": [2]},
     ),
+    Case("decode-16-queries-gqa4", q_len=16, kv_len=512, heads=(8, 2), static=BOTTOM_RIGHT),
     Case("ragged-7", q_len=7, kv_len=7, static=CAUSAL),
     Case("ragged-63-65", q_len=63, kv_len=65),
     Case("tile-edge-129-causal", q_len=129, kv_len=129, static=CAUSAL),

@@ -13,15 +13,17 @@ import pallas_flash
 from pallas_flash import aot, dispatch, tuned
 
 CAUSAL = {"is_causal": True}
-# name: (static arguments, arrays by name: (dtype, shape), query heads a kv head). B 2, K 2, T 1024.
+# name: (static arguments, arrays by name: (dtype, shape), query heads a kv head). K 2, T 1024, B 2;
+# B 32 for several query heads: with fewer tiles of keys each has its own block (`tuned.kv_parts`).
+MANY = 32
 VARIANTS = {
     "full": ({}, {}, 1),
     "causal-lengths": (
         CAUSAL,
-        {"query_seq_lengths": ("int32", (2,)), "key_value_seq_lengths": ("int32", (2,))},
+        {"query_seq_lengths": ("int32", (MANY,)), "key_value_seq_lengths": ("int32", (MANY,))},
         2,
     ),
-    "causal-lengths-gqa4": (CAUSAL, {"query_seq_lengths": ("int32", (2,))}, 4),
+    "causal-lengths-gqa4": (CAUSAL, {"query_seq_lengths": ("int32", (MANY,))}, 4),
     "window": (CAUSAL | {"local_window_size": (300, 0)}, {}, 2),
     "segments": (
         CAUSAL,
@@ -71,7 +73,7 @@ ptxas info    : Used 90 registers, used 2 barriers, 1 bytes smem
 def gradient(head_dim, head_dim_v, variant, dtype, deterministic=False):
     """A function whose kernels are the forward and the backward of one call, and its arguments."""
     static, extra, q_per_kv = VARIANTS[variant]
-    batch, length, kv_heads = 2, 1024, 2
+    batch, length, kv_heads = 2 if q_per_kv == 1 else MANY, 1024, 2
     shape = lambda heads, width: jax.ShapeDtypeStruct((batch, length, heads, width), dtype)
     arrays = {
         "query": shape(kv_heads * q_per_kv, head_dim),

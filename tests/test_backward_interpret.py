@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import masks
+from pallas_flash import dropout, masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward, backward_keys, backward_roles
 from pallas_flash.kernels.sm90.call import Extras
@@ -35,6 +35,9 @@ class Case:
     query_lengths: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
     make_dq: bool = True
+    kv_parts: int = 1
+    segments: bool = False
+    dropout_rate: float = 0.0
 
     @property
     def batch(self) -> int:
@@ -47,7 +50,18 @@ class Case:
             mask = mask & masks.Causal(self.causal_shift)
         if self.query_lengths or self.kv_lengths:
             mask = mask & masks.Lengths(bool(self.query_lengths), bool(self.kv_lengths))
-        return mask
+        return mask & masks.Segments() if self.segments else mask
+
+    def segment_ids(self, length: int) -> np.ndarray | None:
+        """int32 (B, length): three documents, of equal shares of each sequence."""
+        ids = np.arange(length, dtype=np.int32) * 3 // length
+        return np.tile(ids, (self.batch, 1)) if self.segments else None
+
+    def dropout_rows(self) -> jax.Array | None:
+        if not self.dropout_rate:
+            return None
+        counters = dropout.counters((self.batch, self.num_q_heads, self.q_len), None, False)
+        return jnp.stack(dropout.row_keys(jnp.array([5, 7], jnp.uint32), *counters), axis=2)
 
 
 CASES = {
@@ -101,6 +115,30 @@ CASES = {
         head_dim=256, head_dim_v=256, config=ROLES, query_lengths=(100,), kv_lengths=(65,)
     ),
     "d256-no-dq": Case(head_dim=256, head_dim_v=256, config=ROLES, make_dq=False),
+    "parts-of-two-heads-lengths": Case(
+        q_len=72,
+        num_q_heads=8,
+        num_kv_heads=2,
+        causal_shift=64,
+        kv_lengths=(130,),
+        kv_parts=2,
+    ),
+    "parts-segments-dropout": Case(
+        q_len=100, num_q_heads=4, kv_parts=2, segments=True, dropout_rate=0.3
+    ),
+    "parts-no-dq": Case(q_len=72, num_q_heads=3, causal_shift=64, kv_parts=3, make_dq=False),
+    "parts-d256-causal-lengths": Case(
+        q_len=72,
+        kv_len=72,
+        num_q_heads=4,
+        head_dim=256,
+        head_dim_v=256,
+        config=ROLES,
+        causal_shift=0,
+        query_lengths=(70,),
+        kv_lengths=(65,),
+        kv_parts=2,
+    ),
 }
 
 
@@ -128,7 +166,20 @@ def _allowed(case: Case) -> np.ndarray:
         out &= q < np.array(case.query_lengths)[:, None, None]
     if case.kv_lengths is not None:
         out &= k < np.array(case.kv_lengths)[:, None, None]
+    q_ids, kv_ids = case.segment_ids(case.q_len), case.segment_ids(case.kv_len)
+    if q_ids is not None and kv_ids is not None:
+        out &= q_ids[:, :, None] == kv_ids[:, None]
     return out
+
+
+def _kept(case: Case) -> np.ndarray | float:
+    """What dropout multiplies weights by, (B, N, T, S)."""
+    rows = case.dropout_rows()
+    if rows is None:
+        return 1.0
+    words = rows[:, :, 0, :, None], rows[:, :, 1, :, None]
+    keep = dropout.keep_in_row(words, jnp.arange(case.kv_len), case.dropout_rate)
+    return np.asarray(keep) / (1 - case.dropout_rate)
 
 
 def _arrays(case: Case) -> Arrays:
@@ -155,12 +206,13 @@ def _arrays(case: Case) -> Arrays:
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + np.where(np.isfinite(top), top, 0.0))[..., 0]
     p = p / np.where(total == 0, 1.0, total)
-    out = np.einsum("bnts,bsnh->btnh", p, v)
+    kept = _kept(case)
+    out = np.einsum("bnts,bsnh->btnh", p * kept, v)
     delta = np.einsum("btnh,btnh->bnt", out, dout) - dlse
-    ds = p * (np.einsum("btnh,bsnh->bnts", dout, v) - delta[..., None])
+    ds = p * (kept * np.einsum("btnh,bsnh->bnts", dout, v) - delta[..., None])
     dq = np.einsum("bnts,bsnh->btnh", ds, k)
     dk = np.einsum("bnts,btnh->bsnh", ds, q) * scale[:, None, None, None]
-    dv = np.einsum("bnts,btnh->bsnh", p, dout)
+    dv = np.einsum("bnts,btnh->bsnh", p * kept, dout)
     dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (dk, dv))
     return Arrays(*low, lse, delta, scale, (dq, dk, dv))
 
@@ -196,18 +248,33 @@ def _run(case: Case, arrays: Arrays):
             mask=case.mask,
             q_len=case.q_len,
             kv_len=case.kv_len,
-            extras=Extras(query_lengths=i32(case.query_lengths), kv_lengths=i32(case.kv_lengths)),
+            extras=Extras(
+                query_lengths=i32(case.query_lengths),
+                kv_lengths=i32(case.kv_lengths),
+                query_segments=i32(case.segment_ids(case.q_len)),
+                kv_segments=i32(case.segment_ids(case.kv_len)),
+                dropout_rows=case.dropout_rows(),
+            ),
+            dropout_rate=case.dropout_rate,
             config=case.config,
             make_dq=case.make_dq,
+            kv_parts=case.kv_parts,
             interpret=True,
         )
         jax.block_until_ready(grads)
     assert dbias is None
+    grads[1:] = (_sum_of_parts(g, case.kv_parts) for g in grads[1:])
     sizes = (case.q_len, case.kv_len, case.kv_len)
     return [
         None if g is None else np.asarray(g).astype(np.float64)[:, :n]
         for g, n in zip(grads, sizes, strict=True)
     ]
+
+
+def _sum_of_parts(grad: jax.Array, parts: int) -> jax.Array:
+    """(B, S, K * parts, H) -> (B, S, K, H), rounded as the whole sum is."""
+    sums = grad.reshape(*grad.shape[:2], -1, parts, grad.shape[3])
+    return sums.astype(jnp.float32).sum(3).astype(grad.dtype)
 
 
 def _check(case: Case) -> None:
@@ -250,6 +317,12 @@ def test_a_missing_wait_is_seen(monkeypatch, config):
     monkeypatch.setattr(split, "_step", careless)
     with pytest.raises(RuntimeError, match=MISSING_WAIT):
         _check(Case(config=config))
+
+
+def test_parts_that_do_not_share_out_the_heads_are_refused():
+    case = Case(num_q_heads=4, kv_parts=3)
+    with pytest.raises(ValueError, match="kv_parts=3 must divide the 4 query heads"):
+        _run(case, _arrays(case))
 
 
 def test_tiles_that_do_not_fit_are_refused():

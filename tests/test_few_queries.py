@@ -5,15 +5,16 @@ and what is made of its results. `cases.py` has calls that run this way on the k
 """
 
 import itertools
+import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import dispatch, tuned
+from pallas_flash import dispatch, io_few_queries, masks, tuned
 from pallas_flash.kernels import xla
-from pallas_flash.kernels.sm90 import few_queries, forward
+from pallas_flash.kernels.sm90 import forward
 from pallas_flash.problem import Operands, Problem
 
 BOTTOM_RIGHT = dict(is_causal=True, causal_alignment="bottom_right")
@@ -42,6 +43,7 @@ CALLS = {
         (1, 2048, 4, 1),
         BOTTOM_RIGHT | dict(local_window_size=(500, 0), logits_soft_cap=5.0),
     ),
+    "as-many-rows-as-fit": ((16, 2048, 8, 2), BOTTOM_RIGHT),
     "mask-per-head": ((3, 2048, 4, 2), dict(mask=_dense(2, 4, 3, 2048))),
     "mask-of-keys-ragged": ((3, 2000, 4, 2), dict(mask=_dense(1, 1, 1, 2000))),
     "segments": (
@@ -109,15 +111,62 @@ def test_is_the_same_attention(name, launches):
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
 
 
+def _problem(q_len, kv_len, heads, batch=1, **changes) -> Problem:
+    sizes = (batch, q_len, kv_len, *heads, 128, 128, "bfloat16")
+    return Problem(*sizes, **dict(mask=masks.Causal(kv_len - q_len)) | changes)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("kv_len", [4096, 131_072])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (8, 1)], ids=str)
+def test_decoding_is_run_as_rows(heads, kv_len, batch):
+    for q_len, lengths in itertools.product((1, 2, 8), (masks.And(), masks.Lengths(False, True))):
+        mask = masks.Causal(kv_len - q_len) & lengths
+        assert io_few_queries.applies(_problem(q_len, kv_len, heads, batch, mask=mask))
+        assert io_few_queries.applies(_problem(q_len, kv_len, heads, batch, mask=masks.And()))
+
+
+def test_as_many_queries_as_pay_are_run_as_rows():
+    applies = lambda *sizes, **changes: io_few_queries.applies(_problem(*sizes, **changes))
+    # A tile for each of four heads is bound by products, one for all by bytes: up to a tile's rows.
+    assert applies(16, 8192, (32, 8), batch=32) and not applies(17, 8192, (32, 8), batch=32)
+    assert applies(64, 8192, (4, 4)) and not applies(65, 8192, (4, 4))  # few blocks: keys in parts
+    # Enough blocks, one head each: queries are copied for nothing once they are many for the keys.
+    assert applies(8, 1024, (32, 32), batch=8) and not applies(64, 1024, (32, 32), batch=8)
+    # A mask would be written out of many keys that no query sees.
+    assert not applies(8, 131_072, (32, 8), mask=masks.Causal())
+    assert not applies(1, 255, (32, 8))
+    for term in (
+        dict(bias_shape=(1, 32, 1, 8192), bias_dtype="float32"),
+        dict(alibi_shift=0),
+        dict(dropout_rate=0.1),
+    ):
+        assert not applies(1, 8192, (32, 8), **term)
+
+
+def test_explain_tells_that_queries_are_rows_and_why():
+    shape = lambda t, n: jnp.zeros((1, t, n, 128), jnp.bfloat16)
+    with dispatch.assume_device("gpu", (9, 0)):
+        told, whole = (
+            str(pallas_flash.explain(shape(t, 32), shape(4096, 8), shape(4096, 8)))
+            for t in (2, 100)
+        )
+    [note] = [line for line in told.splitlines() if "few queries" in line]
+    assert "4 heads in one tile of 8 rows, keys in 16 parts: forward about" in note
+    this, other = [float(x) for x in re.findall(r"([\d.]+) us", note)]
+    assert this < other
+    assert "few queries" not in whole
+
+
 def test_parts_fill_the_chip():
-    assert few_queries.num_parts(64 * 8, 8192, 2) == 1
-    assert few_queries.num_parts(8, 131_072, 2) == 32  # 256 blocks, and there is room for 264
-    assert few_queries.num_parts(8, 131_072, 1) == 16
-    assert few_queries.num_parts(8, 100_000, 2) == 20  # of no whole tiles
-    assert few_queries.num_parts(136, 8192, 2) == 1  # all are under way
-    assert few_queries.num_parts(136, 8192, 1) == 8  # 4 of them would be alone at the end
-    assert few_queries.num_parts(1, 512, 2) == 2  # as many as there can be
-    assert few_queries.num_parts(1, 1000, 2) == 1  # nothing divides it
+    assert io_few_queries.num_parts(64 * 8, 8192, 2) == 1
+    assert io_few_queries.num_parts(8, 131_072, 2) == 32  # 256 blocks, and there is room for 264
+    assert io_few_queries.num_parts(8, 131_072, 1) == 16
+    assert io_few_queries.num_parts(8, 100_000, 2) == 20  # of no whole tiles
+    assert io_few_queries.num_parts(136, 8192, 2) == 1  # all are under way
+    assert io_few_queries.num_parts(136, 8192, 1) == 8  # 4 of them would be alone at the end
+    assert io_few_queries.num_parts(1, 512, 2) == 2  # as many as there can be
+    assert io_few_queries.num_parts(1, 1000, 2) == 1  # nothing divides it
 
 
 @pytest.mark.parametrize("dims", [*itertools.product((16, *tuned.HEAD_DIMS), repeat=2)])

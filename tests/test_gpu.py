@@ -138,6 +138,20 @@ def test_an_outlier_feature(dtype):
             assert ours <= 2 * max(xla, cudnn) + 1e-3, name
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_one_kv_head_for_all(head_dim, causal):
+    """Several blocks of the backward share the query heads of a tile of keys, two heads or four."""
+    args = _qkv((4, 2048, 16, head_dim), kv_heads=1, seed=4)
+    got, wanted = _both(is_causal=causal)(*args), _reference(*args, causal)
+    plain_call = lambda *x: jax.nn.dot_product_attention(*x, is_causal=causal, implementation="xla")
+    plain_out, vjp = jax.vjp(plain_call, *args[:3])
+    plain = (plain_out, None, *vjp(args[3]))
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, a, p, b in zip(names, got, plain, wanted, strict=True):
+        assert_close(a, b, p, "float32" if p is None else "bfloat16", name, floor=LSE_FLOOR)
+
+
 def test_batches_past_the_limits_of_a_grid_axis():
     q, k, v, dout = _qkv((8300, 1, 16, 128))
     got = _both()(q, k, v, dout)

@@ -20,7 +20,7 @@ STREET = (  # a module imports from its own row or from rows below it
     "dispatch",
     "kernels",
     "sharding arguments tile_math dropout reference io_model io_sweep io_report",
-    "io_counts io_kernels link_model",
+    "io_counts io_kernels io_few_queries link_model",
     "tile_walks tuned",
     "problem",
     "masks config hardware aot",

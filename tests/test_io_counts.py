@@ -158,6 +158,13 @@ def test_visible_pairs_are_those_of_the_definition(name):
     assert visible_pairs(problem, operands) == MASKS[name].visible()
 
 
+@pytest.mark.parametrize("by", ["q", "kv"])
+def test_keys_far_past_the_last_query_are_not_visited(by):
+    problem, operands = _problem(MASKS["causal"], q_len=100, kv_len=1000)
+    walks = tile_walks(problem, operands, 64, 64, by=by)
+    assert walks.count == BATCH * HEADS * (1 + 2)
+
+
 # --- the paper's algorithms ----------------------------------------------------------------------
 
 SRAM_BYTES = 2 * 64 * 4 * 40  # 40 keys a block: B_c = 40, B_r = 40
@@ -343,18 +350,20 @@ def test_dq_kernel_counts_are_those_of_a_walk(name):
     assert [p.flops for p in told.products] == [computed * tile] * 3
 
 
-def _walk_queries(problem, masking, cut):
-    """The fused backward: (tiles computed, tally)."""
+def _walk_queries(problem, masking, cut, parts):
+    """The fused backward, `parts` blocks for each tile of keys: (tiles computed, tally)."""
     tally, computed = Tally(), 0
     row, row_v = problem.head_dim * 2, problem.head_dim_v * 2
     limit, q_limit = -(-problem.kv_len // 8) * 8, -(-problem.q_len // 8) * 8
     dq_tile = cut.block_q * problem.head_dim * 4
-    for b, kv in itertools.product(range(problem.batch), range(problem.num_kv_heads)):
+    heads = problem.num_q_heads // (problem.num_kv_heads * parts)
+    shares = itertools.product(range(problem.num_kv_heads), range(parts))
+    for b, (share, (kv, part)) in itertools.product(range(problem.batch), enumerate(shares)):
         for j, k0, k1, keys in _spans(problem.kv_len, cut.block_kv, limit):
             tally.load("k", (b, kv, j), keys * row)
             tally.load("v", (b, kv, j), keys * row_v)
             tally.store("dq sum", None, dq_tile)  # zeros, before the first tile
-            for n in range(kv * problem.q_per_kv, (kv + 1) * problem.q_per_kv):
+            for n in range(share * heads, (share + 1) * heads):
                 for i, q0, q1, rows in _spans(problem.q_len, cut.block_q, q_limit):
                     if not masking.visited(b, n, q0, q1, k0, k1):
                         continue
@@ -366,22 +375,46 @@ def _walk_queries(problem, masking, cut):
                     tally.load("-delta", at, cut.block_q * 4)
                     tally.store("dq sum", at, dq_tile)
                     tally.places["read", "dq sum"][at] = dq_tile  # L2 fetches what it adds to
-            tally.store("dk", (b, kv, j), keys * row)
-            tally.store("dv", (b, kv, j), keys * row_v)
+            tally.store("dk", (b, kv, part, j), keys * row)
+            tally.store("dv", (b, kv, part, j), keys * row_v)
     return computed, tally
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("dims", (*DIMS, (80, 96)), ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_backward_kernel_counts_are_those_of_a_walk(name, dims):
+def test_backward_kernel_counts_are_those_of_a_walk(name, dims, parts):
     masking = MASKS[name]
     problem, operands = _problem(masking, head_dim=dims[0], head_dim_v=dims[1])
     cut = tuned.backward_of(problem)
-    told = io_kernels.backward_kernel(problem, operands)
-    computed, tally = _walk_queries(problem, masking, cut)
+    told = io_kernels.backward_kernel(problem, operands, kv_parts=parts)
+    computed, tally = _walk_queries(problem, masking, cut, parts)
     tally.check(told)
     tile, (h, hv) = 2 * cut.block_q * cut.block_kv, dims
     assert [p.flops for p in told.products] == [computed * tile * d for d in (h, hv, hv, h, h)]
+
+
+def test_parts_of_few_tiles_of_keys_are_added_up():
+    """As few as fill the chip; none where there are enough tiles, or no heads to share out."""
+    parts_of = lambda **sizes: tuned.kv_parts(
+        problem := _problem(MASKS["causal"], **sizes)[0], tuned.backward_of(problem)
+    )
+    mqa = dict(q_len=8192, kv_len=8192, num_q_heads=32, num_kv_heads=1)  # 64 tiles a batch row
+    assert [parts_of(**mqa, batch=b) for b in (1, 2, 4, 5)] == [8, 4, 2, 1]
+    assert parts_of(**mqa | dict(num_kv_heads=8), batch=1) == 1
+    assert parts_of(batch=1, kv_len=128, num_kv_heads=HEADS) == 1
+    full = _problem(MASKS["full"], **mqa, batch=3)[0]  # equally long walks
+    assert tuned.kv_parts(full, tuned.backward_of(full)) == 1
+
+    problem, operands = _problem(MASKS["causal"], **mqa)
+    counts = io_kernels.kernels_backward(problem, operands)
+    size = BATCH * 8192 * 64 * 2  # of k, and of v
+    assert dict(counts.extra)["dk and dv of parts"] == 4 * 2 * size
+    assert [a.moved for a in counts.passes[-1].reads] == [4 * size] * 2
+    assert [a.moved for a in counts.passes[-1].writes] == [size] * 2
+    enough, _ = _problem(MASKS["causal"], **mqa, batch=5)
+    counts = io_kernels.kernels_backward(enough)
+    assert "dk and dv of parts" not in dict(counts.extra) and counts.passes[-1].name == "dq"
 
 
 def test_ends_of_the_backward_read_what_lengths_leave():
@@ -401,7 +434,7 @@ def test_deterministic_backward_has_no_sums():
     counts = io_kernels.kernels_backward(problem, operands)
     tensors = {a.tensor for p in counts.passes for a in (*p.reads, *p.writes)}
     assert "dq sum" not in tensors and "dq sum" not in dict(counts.extra)
-    assert counts.passes[-1] == io_kernels.dq_kernel(problem, operands)
+    assert io_kernels.dq_kernel(problem, operands) in counts.passes
 
 
 def test_ragged_sizes_cost_copies():
@@ -456,24 +489,25 @@ def test_walks_over_keys_are_those_of_the_kernels(name):
         assert int(walk.steps) == told[b, 0, qi]
 
 
+@pytest.mark.parametrize("kv_parts", [1, 2])
 @pytest.mark.parametrize("name", [*BOUNDS, "begins-past-the-end"])
-def test_walks_over_queries_are_those_of_the_kernels(name):
+def test_walks_over_queries_are_those_of_the_kernels(name, kv_parts):
     problem, operands = _problem(MASKS.get(name, BEGINS_PAST_THE_END))
     cut = tuned.backward_of(problem)
-    launch, extras = _launched(problem, operands, backward_common.Launch, cut)
+    launch, extras = _launched(problem, operands, backward_common.Launch, cut, kv_parts=kv_parts)
     gmem = backward_common.Gmem(*[None] * 6, extras=extras)
 
     def of_block(_):
         walk = backward_common.find_walk(launch, gmem)
         return jnp.stack(
-            [jnp.int32(x) for x in (walk.b, walk.kv_head, walk.ki)]
+            [jnp.int32(x) for x in (walk.b, walk.share, walk.ki)]
             + [jnp.int32(walk.last) - jnp.int32(walk.first)]
         )
 
     blocks = jax.vmap(of_block, axis_name="block")(jnp.arange(launch.num_blocks))
     told = tile_walks(problem, operands, cut.block_q, cut.block_kv, by="kv", empty_too=True)
     told = np.broadcast_to(told.tiles, (BATCH, 1, launch.num_kv_tiles))
-    assert len({(b, head, ki) for b, head, ki, _ in blocks.tolist()}) == launch.num_blocks
+    assert len({(b, share, ki) for b, share, ki, _ in blocks.tolist()}) == launch.num_blocks
     for b, _, ki, steps in blocks.tolist():
         assert steps == told[b, 0, ki]
 

@@ -6,6 +6,7 @@ copied nowhere). A vmapped call is folded into the batch axis, so it runs as one
 each device launches its own shards.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import dropout, io_kernels, io_model, sharding, tuned
+from pallas_flash import dropout, io_few_queries, io_kernels, io_model, sharding, tuned
 from pallas_flash.config import ROW_TILE, BackwardConfig, ForwardConfig
 from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
@@ -58,7 +59,7 @@ def _is_shared_bias(problem: Problem) -> bool:
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
-    """What the layout of this problem costs beyond its own work, and what memory traffic it has."""
+    """What its layout costs beyond its own work, and its memory traffic, or what runs instead."""
     found = []
     for name, arrays in (("q_len", "query, out and their gradients"), ("kv_len", "key and value")):
         size = getattr(problem, name)
@@ -71,7 +72,8 @@ def notes(problem: Problem) -> tuple[str, ...]:
             padded = cut.padded(size)
             if size != padded:
                 found.append(f"{name}={size} is padded to {padded} in the {way}: copies, and work")
-    return tuple(found) if io_kernels.refusal(problem) else (*found, _traffic(problem))
+    rows = io_few_queries.told(problem)
+    return (*found, rows or _traffic(problem))
 
 
 def _traffic(problem: Problem) -> str:
@@ -271,7 +273,7 @@ def forward(problem: Problem, operands: Operands):
 
 
 def _run_forward(problem: Problem, arrays: _Arrays):
-    if few_queries.applies(problem, arrays.extras):
+    if io_few_queries.applies(_launched(problem, arrays)):
         return _run_few_queries(problem, arrays)
     out, lse = forward_kernel.flash_forward(
         arrays.q,
@@ -364,15 +366,17 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     delta = delta - dlse  # (B, N, T)
     inputs = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
     deterministic = problem.deterministic_backward
+    config = tuned.backward_of(problem)
     dq, dk, dv, dbias = backward_kernel.flash_backward(
         *inputs,
-        config=tuned.backward_of(problem),
+        config=config,
+        kv_parts=tuned.kv_parts(_launched(problem, arrays), config),
         make_dq=not deterministic,
         make_dbias="bias" in wanted,
         dq_factor=None if "scale" in wanted else scale,
         **_launch_arguments(problem, arrays),
     )
-    grads = dict(key=dk, value=dv)
+    grads = dict(key=_sum_of_parts(dk, arrays.k), value=_sum_of_parts(dv, arrays.v))
     if dbias is not None:
         grads["bias"] = dbias
     if "sinks" in wanted:
@@ -393,6 +397,22 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
         products = jnp.where(dq == 0, 0.0, query.astype(jnp.float32) * dq)
         grads["scale"] = products.sum((1, 2, 3))
     return grads | dict(query=(dq * scale[:, None, None, None]).astype(arrays.q.dtype))
+
+
+def _launched(problem: Problem, arrays: _Arrays) -> Problem:
+    """The problem of one launch: the batch rows and heads of a shard, with what vmap folds in."""
+    batch, _, num_q_heads, _ = arrays.q.shape
+    return dataclasses.replace(
+        problem, batch=batch, num_q_heads=num_q_heads, num_kv_heads=arrays.k.shape[2]
+    )
+
+
+def _sum_of_parts(grad, like):
+    """(B, S, K * parts, H) -> (B, S, K, H) like `like`, added up in float32."""
+    if grad.shape == like.shape:
+        return grad
+    parts = grad.reshape(*like.shape[:3], -1, like.shape[3])
+    return parts.sum(3, dtype=jnp.float32).astype(like.dtype)
 
 
 def _dsinks(extras: Extras, lse, delta):

@@ -1,8 +1,10 @@
 """The fused backward for Hopper: dq, dk and dv in one kernel of five products a tile.
 
 A block of the grid holds the keys and values of one kv head's block_kv positions and walks over
-the q tiles that see them, for each query head of the group. Everything is transposed, keys in
-rows, so that P and dS feed dv and dk from registers:
+the q tiles that see them, for each query head of the group. Where tiles of keys are too few to fill
+the GPU, several blocks share the query heads of one, and their sums of dk and dv are added up
+afterwards (`kv_parts`). Everything is transposed, keys in rows, so that P and dS feed dv and dk
+from registers:
 
     S^T  = K Q^T - lse / scale        the accumulator starts from the statistic: no subtraction,
     dP^T = V dO^T - delta             and no row of statistics is live afterwards
@@ -83,6 +85,7 @@ def flash_backward(
     config: BackwardConfig,
     make_dq: bool = True,
     make_dbias: bool = False,
+    kv_parts: int = 1,
     dq_factor: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
@@ -108,16 +111,25 @@ def flash_backward(
       config: how the kernel is cut.
       make_dq: False leaves dq out: what is left is bit-equal from run to run.
       make_dbias: make the gradient of `extras.bias`, too.
+      kv_parts: blocks that share the query heads of one kv head and tile of keys; divides N / K.
+        Their sums of dk and dv, in the dtype of k and v, are for the caller to add up.
       dq_factor: float32 (B,), on dq in the dtype of q; None leaves dq in float32 without the scale.
       interpret: run in Pallas' interpret mode.
 
     Returns:
-      dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K, H);
-      dv: (B, S, K, Hv); dbias: in the shape of the bias, float32 or its dtype, or None.
+      dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K * kv_parts, H), the parts of a kv
+      head in sequence; dv: (B, S, K * kv_parts, Hv); dbias: in the shape of the bias, float32 or
+      its dtype, or None.
 
     Raises:
-      ValueError: the tiles of `config` do not fit the problem, or head dims are not padded.
+      ValueError: the tiles of `config` do not fit the problem, or `kv_parts` its heads, or head
+        dims are not padded.
     """
+    group = q.shape[2] // k.shape[2]
+    if group % kv_parts:
+        raise ValueError(
+            f"kv_parts={kv_parts} must divide the {group} query heads of a kv head: take a divisor"
+        )
     launch = Launch(
         batch=q.shape[0],
         q_len=q_len,
@@ -134,6 +146,7 @@ def flash_backward(
         config=config,
         make_dq=make_dq,
         make_dbias=make_dbias,
+        kv_parts=kv_parts,
         interpret=bool(interpret),
     )
     _check_padded(launch)
@@ -318,10 +331,14 @@ def _run_adding(launch: Launch, operands: Gmem, sums: dict[str, jax.Array]) -> d
 
 def _made(launch: Launch, operands: Gmem) -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel writes without adding to what is there."""
-    made = {name: getattr(operands, name[1:]) for name in ("dk", "dv")}
+    of_shares = lambda x: (*x.shape[:2], launch.num_shares, x.shape[3])
+    made = {
+        name: jax.ShapeDtypeStruct(of_shares(x), x.dtype)
+        for name, x in (("dk", operands.k), ("dv", operands.v))
+    }
     if launch.make_dbias and operands.dbias is None:
         made["dbias"] = _stored_dbias(launch, operands.extras.bias)
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in made.items()}
+    return made
 
 
 def _run(launch: Launch, operands: Gmem) -> dict[str, jax.Array]:
@@ -345,7 +362,9 @@ def _run(launch: Launch, operands: Gmem) -> dict[str, jax.Array]:
         num_threads=common.CONSUMERS + 1,
         thread_name="wg",
         kernel_name="flash_backward",
-        **cost_estimate(launch, io_kernels.backward_kernel, make_dq=launch.make_dq),
+        **cost_estimate(
+            launch, io_kernels.backward_kernel, make_dq=launch.make_dq, kv_parts=launch.kv_parts
+        ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,

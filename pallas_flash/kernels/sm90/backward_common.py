@@ -51,7 +51,7 @@ class Gmem(NamedTuple):
       dbias: float32 (B', N', tiles of q, tiles of kv, block_q * block_kv), added into likewise; an
         axis along which the bias is repeated has size 1. Where it is stored, see `Launch.peers`,
         (B', N * T, S) in the dtype of the bias.
-      dk, dv: (B, S, K, H) and (B, S, K, Hv).
+      dk, dv: (B, S, K * parts, H) and (B, S, K * parts, Hv), see `Launch.kv_parts`.
     """
 
     q: Ref
@@ -81,16 +81,29 @@ class Launch(Call):
       make_dbias: add up the gradient of the bias, too.
       peers: blocks that have one piece of the bias and no one else has: a cluster, which sums its
         gradient and stores it. 0: it is added up in global memory.
+      kv_parts: blocks for one tile of keys. A block has a share, one part of the query heads of one
+        kv head, and sums of dk and dv of its own.
     """
 
     config: BackwardConfig
     make_dq: bool = True
     make_dbias: bool = False
     peers: int = 0
+    kv_parts: int = 1
 
     @property
     def num_blocks(self) -> int:
-        return self.batch * self.num_kv_heads * self.num_kv_tiles
+        return self.batch * self.num_shares * self.num_kv_tiles
+
+    @property
+    def num_shares(self) -> int:
+        """Parts of the query heads of all kv heads, the parts of one in sequence."""
+        return self.num_kv_heads * self.kv_parts
+
+    @property
+    def heads_a_share(self) -> int:
+        """Query heads that a block walks over."""
+        return self.q_per_kv // self.kv_parts
 
     @property
     def visits_all(self) -> bool:
@@ -112,22 +125,22 @@ class Launch(Call):
 
     @property
     def head_group(self) -> int:
-        """Consecutive (batch, kv head) pairs whose blocks are interleaved.
+        """Consecutive (batch, share) pairs whose blocks are interleaved.
 
         One where walks are short against the launch, or equally long: then L2 is worth more.
         """
         if self.shares_bias:
             return self.sharing_group
-        if self.q_per_kv == 1 or not self.mask.parts():
+        if self.heads_a_share == 1 or not self.mask.parts():
             return 1
-        return fitting_group(self.config.head_group, self.batch * self.num_kv_heads)
+        return fitting_group(self.config.head_group, self.batch * self.num_shares)
 
 
 class Walk(NamedTuple):
-    """Which tiles one block of keys visits: for each query head of the group, q tiles in order.
+    """Which tiles one block of keys visits: for each query head of its share, q tiles in order.
 
     Attributes:
-      b, kv_head, ki: the block's place. kv0 = ki * block_kv.
+      b, share, ki: the block's place. kv0 = ki * block_kv.
       bounds: what a masked step tests, and the q tiles found from it:
       first <= plain <= plain_end <= last: q tiles [plain, plain_end) see the whole block and run
         without a test. Without a lower bound plain_end is last.
@@ -136,7 +149,7 @@ class Walk(NamedTuple):
     """
 
     b: Int
-    kv_head: Int
+    share: Int
     ki: Int
     kv0: Int
     bounds: masks.Bounds
@@ -152,8 +165,9 @@ class Walk(NamedTuple):
 
         tests: False for a role that does not ask whether a step is masked: one loop.
         """
-        group, one_head = launch.q_per_kv, self._interval if self.visits is None else self._table
-        walk_head = lambda g, carry: one_head(launch, step, tests, self.kv_head * group + g, carry)
+        one_head = self._interval if self.visits is None else self._table
+        group = launch.heads_a_share
+        walk_head = lambda g, carry: one_head(launch, step, tests, self.share * group + g, carry)
         if group == 1:
             return walk_head(np.int32(0), carry)
         return lax.fori_loop(np.int32(0), np.int32(group), walk_head, carry)
@@ -287,7 +301,7 @@ class Block:
         """(tiles done, dq row of the tile before): before the first tile zeros are added to it."""
         launch, walk = self.launch, self.walk
         first = masks.smaller(walk.first, launch.num_q_tiles - 1)
-        return jnp.int32(0), jnp.int32(self.dq_row(walk.kv_head * launch.q_per_kv, first))
+        return jnp.int32(0), jnp.int32(self.dq_row(walk.share * launch.heads_a_share, first))
 
     def dq_part(self, row: Int, offset: Int, size: int) -> Ref:
         """`size` elements of a tile of dq, from `offset` on."""
@@ -321,32 +335,30 @@ def find_walk(launch: Launch, gmem: Gmem) -> Walk:
     """The walk of this block. Keys ascend in a group of heads: longest causal walks come first."""
     block_q, block_kv = launch.config.block_q, launch.config.block_kv
     pair, ki = interleaved(launch.block(), launch.num_kv_tiles, launch.head_group)
-    b, kv_head = launch.split_pair(pair, launch.num_kv_heads)
+    b, share = launch.split_pair(pair, launch.num_shares)
     kv0 = ki * block_kv
 
     bounds, visits = launch.bounds(gmem.extras, b), gmem.extras.visits
     if visits is not None:
         bounds = dataclasses.replace(bounds, q_end=None)  # see below
-        return Walk(b, kv_head, ki, kv0, bounds, 0, 0, 0, 0, True, visits)
+        return Walk(b, share, ki, kv0, bounds, 0, 0, 0, 0, True, visits)
     lo, hi = bounds.q_any(kv0, kv0 + block_kv, launch.q_len)
     first = div(lo, block_q)
     last = masks.larger(first, div(hi + (block_q - 1), block_q))
     # Rows past a query length start from -inf, so a step need not test for them.
     bounds = dataclasses.replace(bounds, q_end=None)
     if bounds == masks.Bounds():
-        return Walk(b, kv_head, ki, kv0, bounds, first, first, last, last, False)
+        return Walk(b, share, ki, kv0, bounds, first, first, last, last, False)
 
     lo, hi = bounds.q_all(kv0, kv0 + block_kv, launch.num_q_tiles * block_q)
     plain = masks.larger(first, div(lo + (block_q - 1), block_q))
     plain_end = masks.smaller(last, div(hi, block_q))
     if bounds.lower is None and bounds.kv_end is None:  # hi is the end: at most `plain` is past it
-        return Walk(
-            b, kv_head, ki, kv0, bounds, first, masks.smaller(plain, last), last, last, True
-        )
+        return Walk(b, share, ki, kv0, bounds, first, masks.smaller(plain, last), last, last, True)
     none = plain >= plain_end
     plain = jnp.where(none, last, plain)
     plain_end = jnp.where(none, last, plain_end)
-    return Walk(b, kv_head, ki, kv0, bounds, first, plain, plain_end, last, True)
+    return Walk(b, share, ki, kv0, bounds, first, plain, plain_end, last, True)
 
 
 def tile_smem(launch: Launch) -> dict[str, Any]:
@@ -415,7 +427,7 @@ def produce(block: Block) -> None:
         if gmem.extras.kv_lengths is None
         else gmem.extras.kv_lengths[walk.b] < walk.kv0 + block_kv
     )
-    at = walk.b, pl.ds(walk.kv0, block_kv), walk.kv_head
+    at = walk.b, pl.ds(walk.kv0, block_kv), div(walk.share, launch.kv_parts)
     _copy_clean(gmem.k, gmem.k_tail, at, cut, smem.k, bars.kv_ready)
     _copy_clean(gmem.v, gmem.v_tail, at, cut, smem.v, bars.kv_ready)
 
@@ -450,4 +462,4 @@ def store_grad(block: Block, grad, buffer: Ref, out: Ref, row0: Int) -> None:
     rows = buffer.shape[0]
     buffer[...] = grad.astype(block.launch.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, out.at[block.walk.b, pl.ds(row0, rows), block.walk.kv_head])
+    plgpu.copy_smem_to_gmem(buffer, out.at[block.walk.b, pl.ds(row0, rows), block.walk.share])

@@ -5,6 +5,8 @@ a kv head become rows of one tile, and a key is read once for all of them. Where
 multiprocessors without work, the keys are cut into parts, each a batch row of its own (a reshape:
 no key is copied), and the parts meet by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
 
+Which calls are run so is for `io_few_queries` to say, from the times of both ways.
+
 A mask knows rows by position, and here `q_per_kv` rows have one. A single query's bounds are a
 length of the keys; every other mask is written out, an array of these few rows.
 """
@@ -14,16 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import hardware, masks, tuned
-from pallas_flash.config import ROW_TILE, ForwardConfig
+from pallas_flash import masks, tuned
+from pallas_flash.config import ForwardConfig
+from pallas_flash.io_few_queries import is_length, num_parts
 from pallas_flash.kernels.sm90.call import Extras
 from pallas_flash.problem import Problem
-
-MOST_QUERIES = 8
-MOST_ROWS = 64  # queries times the heads that share their keys: one consumer's
-FEWEST_KEYS = 256  # of a part; a call with fewer is short whatever is done
-KEYS_OF_A_START = 128  # that arrive while a block begins and ends
-TERMS = frozenset({"soft_cap", "sinks"})  # what needs no position
 
 
 class Rows(NamedTuple):
@@ -51,16 +48,6 @@ class Rows(NamedTuple):
     config: ForwardConfig
     parts: int
     group: int
-
-
-def applies(problem: Problem, extras: Extras) -> bool:
-    """Whether a call is better run this way."""
-    return (
-        problem.q_len <= MOST_QUERIES
-        and problem.q_len * problem.q_per_kv <= MOST_ROWS
-        and problem.kv_len >= FEWEST_KEYS
-        and extras.present() <= TERMS | problem.mask.reads
-    )
 
 
 def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
@@ -96,29 +83,6 @@ def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
     )
 
 
-def num_parts(pairs: int, kv_len: int, blocks: int) -> int:
-    """Equal parts of the keys, as many as are read soonest.
-
-    A block on every multiprocessor is enough for all the bandwidth there is: only the last blocks
-    of a launch leave some unused.
-
-    Args:
-      pairs: of a batch row and a kv head.
-      kv_len: a multiple of 8, or else nothing is cut.
-      blocks: that a multiprocessor holds.
-    """
-    sms = hardware.SM90.num_sms
-
-    def keys_read(parts: int) -> int:
-        """Before the last block ends, and what could have been read meanwhile."""
-        whole, rest = divmod(pairs * parts, sms * blocks)
-        at_a_time = whole * sms * blocks + (max(rest, sms) if rest else 0)
-        return at_a_time * (kv_len // parts + KEYS_OF_A_START)
-
-    possible = range(2, kv_len // FEWEST_KEYS + 1)
-    return min([1, *(p for p in possible if kv_len % (ROW_TILE * p) == 0)], key=keys_read)
-
-
 def _visible(problem: Problem, extras: Extras, batch: int):
     """What hides keys: (bool that broadcasts to (B, N, T, S), int32 lengths (B,)), or None each.
 
@@ -127,7 +91,7 @@ def _visible(problem: Problem, extras: Extras, batch: int):
     mask, values = problem.mask, _values(extras, batch)
     if not mask.parts():
         return None, None
-    if problem.q_len == 1 and mask.is_bounds and mask.bounds(values).lower is None:
+    if is_length(problem):
         if jax.tree.leaves(values):
             return None, jax.vmap(lambda row: _visible_keys(problem, row))(values)
         end = _visible_keys(problem, values)

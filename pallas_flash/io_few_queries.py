@@ -68,7 +68,7 @@ def told(problem: Problem) -> str:
     )
 
 
-def num_parts(pairs: int, kv_len: int, blocks: int) -> int:
+def num_parts(pairs: int, kv_len: int) -> int:
     """Equal parts of the keys, as many as are read soonest.
 
     A block on every multiprocessor is enough for all the bandwidth there is: only the last blocks
@@ -77,15 +77,13 @@ def num_parts(pairs: int, kv_len: int, blocks: int) -> int:
     Args:
       pairs: of a batch row and a kv head.
       kv_len: a multiple of 8, or else nothing is cut.
-      blocks: that a multiprocessor holds.
     """
     sms = hardware.SM90.num_sms
 
     def keys_read(parts: int) -> int:
         """Before the last block ends, and what could have been read meanwhile."""
-        whole, rest = divmod(pairs * parts, sms * blocks)
-        at_a_time = whole * sms * blocks + (max(rest, sms) if rest else 0)
-        return at_a_time * (kv_len // parts + KEYS_OF_A_START)
+        rounds = -(-pairs * parts // sms)
+        return rounds * (kv_len // parts + KEYS_OF_A_START)
 
     possible = range(2, kv_len // FEWEST_KEYS + 1)
     return min([1, *(p for p in possible if kv_len % (ROW_TILE * p) == 0)], key=keys_read)
@@ -104,10 +102,9 @@ def is_written_out(problem: Problem) -> bool:
 
 def cut(problem: Problem) -> tuple[ForwardConfig, int]:
     """How the kernel is cut, and into how many parts the keys are."""
-    has_terms = is_written_out(problem) or problem.soft_cap is not None
     widths = map(ForwardConfig.padded, (problem.head_dim, problem.head_dim_v))
-    config, blocks = tuned.few_queries(*widths, has_terms=has_terms)
-    return config, num_parts(problem.batch * problem.num_kv_heads, problem.kv_len, blocks)
+    parts = num_parts(problem.batch * problem.num_kv_heads, problem.kv_len)
+    return tuned.few_queries(*widths), parts
 
 
 def _as_it_is(problem: Problem) -> Launch:

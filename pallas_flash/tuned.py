@@ -174,46 +174,18 @@ def tuned_forward(
     return _FORWARD[row][is_masked]
 
 
-def few_queries(head_dim: int, head_dim_v: int, *, has_terms: bool) -> tuple[ForwardConfig, int]:
-    """The forward of a few queries against many keys.
+def few_queries(head_dim: int, head_dim_v: int) -> ForwardConfig:
+    """The forward of a few queries against many keys; arguments as `tuned_forward`.
 
-    It should wait for memory alone. One consumer has room for all rows: with two, half of them
-    idle, a step of head_dim 64 took longer than its keys take to arrive (0.79 of a copy's rate).
-    Two blocks share a multiprocessor where they fit, so that one loads while the other begins or
-    ends: 128 registers a thread must do, as the ahead-of-time test makes sure.
-
-    Args:
-      head_dim, head_dim_v: as of `tuned_forward`.
-      has_terms: there is a soft cap or a mask that is more than bounds.
-
-    Returns:
-      The configuration, and how many blocks of it a multiprocessor holds.
+    It waits for memory alone: as many keys under way as shared memory holds.
     """
-    most_blocks = 2 if head_dim_v <= (64 if has_terms else 128) else 1
-    configs = ((_one_consumer(n, head_dim, head_dim_v), n) for n in range(most_blocks, 0, -1))
-    return next((config, blocks) for config, blocks in configs if config)
-
-
-def _one_consumer(blocks: int, head_dim: int, head_dim_v: int) -> ForwardConfig | None:
-    """With so many blocks on a multiprocessor, 1 or 2, and as many keys under way as they hold.
-
-    Two overlap without any further order. None where shared memory is too small.
-    """
-    alone = blocks == 1
-    config = ForwardConfig(
-        compute_wgs=1,
-        block_kv=64,
-        overlap=alone,
-        rescale_threshold=8.0,
-        persistent=alone,
-    )
+    block_kv = 128 if head_dim + head_dim_v <= 256 else 64
+    config = _two_overlapped(block_kv=block_kv)
     out_width = 0 if head_dim == head_dim_v else head_dim_v
     fixed_bytes = 2 * config.block_q * (head_dim + out_width) + 2048  # Q, out, lse and barriers
-    stage_bytes = 2 * config.block_kv * (head_dim + head_dim_v)
-    num_stages = (hardware.SM90.smem_share(blocks) - fixed_bytes) // stage_bytes
-    if num_stages < 2:
-        return None
-    return dataclasses.replace(config, num_stages=min(num_stages, 12))
+    stage_bytes = 2 * block_kv * (head_dim + head_dim_v)
+    num_stages = (hardware.SM90.smem_bytes - fixed_bytes) // stage_bytes
+    return dataclasses.replace(config, num_stages=min(num_stages, 6))
 
 
 def tuned_backward(head_dim: int, head_dim_v: int, *, is_masked: bool) -> Tuned[BackwardConfig]:

@@ -145,44 +145,6 @@ def test_terms_compile_clean(head_dim):
     _check([(head_dim, head_dim, name, "bfloat16") for name in names])
 
 
-def few_queries(head_dim, head_dim_v, arrays, static):
-    """A decoding step of 4 query heads a kv head, and its arguments."""
-    shape = lambda length, heads, width: jax.ShapeDtypeStruct((2, length, heads, width), "bfloat16")
-    given = [shape(1, 8, head_dim), shape(4096, 2, head_dim), shape(4096, 2, head_dim_v)]
-    given += [jax.ShapeDtypeStruct(*spec) for spec in arrays.values()]
-
-    def run(query, key, value, *rest):
-        with dispatch.assume_device("gpu", (9, 0)):
-            return pallas_flash.dot_product_attention(
-                query,
-                key,
-                value,
-                **dict(zip(arrays, rest, strict=True)),
-                **static,
-                implementation="mosaic_gpu",
-            )
-
-    return run, given
-
-
-def test_few_queries_compile_clean_and_two_blocks_fit():
-    _require_wheels()
-    lengths = {"key_value_seq_lengths": ((2,), "int32")}
-    soft_cap = {"logits_soft_cap": 50.0}
-    cases = [
-        (64, 64, lengths, soft_cap),
-        (128, 128, lengths, {}),
-        (128, 128, {"mask": ((2, 1, 1, 4096), "bool")}, soft_cap),
-        (256, 256, lengths, soft_cap),
-    ]
-    found = aot.kernels_of("tests.test_aot:few_queries", cases)
-    for case, (kernel,) in zip(cases, found, strict=True):
-        has_terms = case[3] == soft_cap
-        _, blocks = tuned.few_queries(*case[:2], has_terms=has_terms)
-        assert not kernel.notes and not kernel.spill_bytes, f"{case} {kernel}"
-        assert kernel.registers <= 256 // blocks, f"{case} {kernel}"
-
-
 def _check(cases):
     _require_wheels()
     for case, kernels in zip(cases, aot.kernels_of("tests.test_aot:gradient", cases), strict=True):

@@ -21,7 +21,7 @@ class ForwardConfig:
     """One forward kernel.
 
     Attributes:
-      compute_wgs: consumer warpgroups, 64 query rows each; 1 is for few queries.
+      compute_wgs: consumer warpgroups, 64 query rows each.
       block_kv: keys a step.
       num_stages: slots of the K ring and of the V ring.
       overlap: issue QK of the next step before this step's softmax (else in turn).
@@ -44,7 +44,7 @@ class ForwardConfig:
     head_group: int = 8
 
     def __post_init__(self):
-        _require(self.compute_wgs in (1, 2, 3), f"compute_wgs={self.compute_wgs} must be 1, 2 or 3")
+        _require(self.compute_wgs in (2, 3), f"compute_wgs={self.compute_wgs} must be 2 or 3")
         _require(
             self.block_kv % 64 == 0 and 64 <= self.block_kv <= 256,
             f"block_kv={self.block_kv} must be 64, 128, 192 or 256: the swizzle of V needs 64s",

@@ -17,9 +17,6 @@ TWO_OVERLAPPED = ForwardConfig(compute_wgs=2, block_kv=64, q_stages=2)
 THREE_IN_TURN = ForwardConfig(
     compute_wgs=3, block_kv=64, overlap=False, q_stages=1, output_through_q=False
 )
-ONE_IN_TURN = ForwardConfig(
-    compute_wgs=1, block_kv=64, num_stages=3, overlap=False, persistent=False
-)
 CONFIGS = {
     "2-overlapped": TWO_OVERLAPPED,
     "3-in-turn": THREE_IN_TURN,
@@ -180,24 +177,6 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name):
     check(SHAPES[name], alternate(name, SHAPES))
-
-
-ONE_CONSUMER = {
-    "full-overlapped": (
-        Case(q_len=16, kv_len=136, dtype="float16"),
-        dataclasses.replace(ONE_IN_TURN, overlap=True, persistent=True, rescale_threshold=8.0),
-    ),
-    "causal": (Case(q_len=72, kv_len=136, mask=masks.Causal(64)), ONE_IN_TURN),
-    "lengths-threshold": (
-        Case(q_len=4, kv_len=136, mask=masks.Lengths(False, True), kv_lengths=(0, 1, 128, 100)),
-        dataclasses.replace(ONE_IN_TURN, rescale_threshold=8.0),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ONE_CONSUMER)
-def test_one_consumer(name):
-    check(*ONE_CONSUMER[name])
 
 
 LENGTHS = masks.Lengths(has_query=True, has_kv=True)

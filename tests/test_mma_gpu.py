@@ -118,7 +118,7 @@ def test_token_orders_two_warpgroups():
 
         @pl.when(wg == 1)
         def _():
-            op.token_take(wg, 2)
+            op.token_take(wg)
             out_ref[...] = plgpu.load(shared, layout=registers.ACC_LAYOUT, optimized=False)
 
     got = plgpu.kernel(

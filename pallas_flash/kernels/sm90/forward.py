@@ -15,8 +15,7 @@ Who does what. One block is `compute_wgs` consumer warpgroups and one producer. 
 the Q tile and rings of K and V by TMA (`_produce`). Each consumer owns 64 query rows (`_consume`).
 The consumers take turns on the tensor cores by a token, so that one does softmax while another
 multiplies; the token is passed when the products are issued, not when they are complete (the
-latter costs 31 % at head_dim 64 on an H200). A single consumer has no token; blocks of it are small
-enough for two on a multiprocessor. Two orders of a step:
+latter costs 31 % at head_dim 64 on an H200). Two orders of a step:
 
     _step_in_turn      QK(i), pass token; softmax(i); take token; PV(i)
     _step_overlapped   take token; QK(i), PV(i-1); pass token; softmax(i) while PV(i-1) runs
@@ -37,8 +36,7 @@ the Q slot, out [block_q, head_dim_v].
     v_ready     num_stages  TMA, 1 a step                every consumer
     v_consumed  num_stages  every consumer, 1 a step     producer
     token       one a       the consumer before, 1 an    that consumer (named barrier of the
-                consumer,   issue                        two warpgroups; no data depends on it)
-                of several
+                consumer    issue                        two warpgroups; no data depends on it)
 
 Slots are used round robin over all steps (tiles) of the block. Which keys a tile walks, and where
 it must mask, comes from `masks.Bounds` or a table of `visits`; what a score is, from `logits`. What
@@ -270,7 +268,7 @@ class _Gmem(NamedTuple):
 def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch) -> None:
     """The producer warpgroup: loads Q, K and V of every tile of this block."""
     c = plan.config
-    tiles.release_registers(c.compute_wgs)
+    plgpu.set_max_registers(tiles.REGISTERS[c.compute_wgs][1], action="decrease")
     tiles_done, steps = tiles.for_each_tile(
         plan, gmem, functools.partial(_produce_tile, plan, gmem, scratch)
     )
@@ -401,7 +399,7 @@ class _Work(NamedTuple):
         return rem(self.tile.step0 + i, self.plan.config.num_stages)
 
     def take_token(self) -> None:
-        self.plan.op.token_take(self.wg, self.plan.config.compute_wgs)
+        self.plan.op.token_take(self.wg)
 
     def pass_token(self) -> None:
         num_wgs = self.plan.config.compute_wgs
@@ -432,7 +430,7 @@ class _Growth(NamedTuple):
 def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, wg: Int) -> None:
     """A consumer warpgroup: its 64 rows of every tile of this block."""
     num_wgs = plan.config.compute_wgs
-    tiles.claim_registers(num_wgs)
+    plgpu.set_max_registers(tiles.REGISTERS[num_wgs][0], action="increase")
     pl.when(wg == 0)(lambda: plan.op.token_pass(jnp.int32(0), num_wgs))
     tiles.for_each_tile(plan, gmem, functools.partial(_consume_tile, plan, gmem, scratch, wg))
     plgpu.wait_smem_to_gmem(0)

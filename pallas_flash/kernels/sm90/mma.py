@@ -116,18 +116,14 @@ class GpuOps:
 
     @staticmethod
     def token_pass(to, num_wgs: int) -> None:
-        """Hands the tensor-core token to consumer warpgroup `to` of `num_wgs`, without waiting.
-
-        One alone has no token: its barrier would wait for itself.
-        """
-        if num_wgs > 1:
-            GpuOps._named_barrier("arrive", to)
+        """Hands the tensor-core token to consumer warpgroup `to` of `num_wgs`, without waiting."""
+        del num_wgs
+        GpuOps._named_barrier("arrive", to)
 
     @staticmethod
-    def token_take(wg, num_wgs: int) -> None:
+    def token_take(wg) -> None:
         """Waits for the tensor-core token."""
-        if num_wgs > 1:
-            GpuOps._named_barrier("sync", wg)
+        GpuOps._named_barrier("sync", wg)
 
     @staticmethod
     def _named_barrier(op: str, wg) -> None:

@@ -70,8 +70,8 @@ class InterpretOps:
         del to, num_wgs
 
     @staticmethod
-    def token_take(wg, num_wgs: int) -> None:
-        del wg, num_wgs
+    def token_take(wg) -> None:
+        del wg
 
     @staticmethod
     def any_greater(a, b):

@@ -27,9 +27,8 @@ from pallas_flash.kernels.sm90.call import (
 from pallas_flash.kernels.sm90.visits import needs_visits
 
 WG_ROWS = 64  # query rows of a consumer warpgroup: wgmma's own m
-# Registers a thread (consumers, producer), by compute_wgs: 64K in all, multiples of 8. A single
-# consumer launches with what it needs: moving registers would take all 64K for its block.
-_REGISTERS = {2: (240, 24), 3: (160, 32)}
+# Registers a thread (consumers, producer), by compute_wgs: 64K in all, multiples of 8.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 _MAX_SCHEDULED_TILES = 16_384  # beyond, the host's schedule costs more than it balances
 
 Int = masks.Int
@@ -194,18 +193,6 @@ def _balanced(plan: Plan) -> list[list[int]]:
         rows[block].append(t)
         heapq.heappush(heap, (busy + cost[place(plan, t)[1]], block))
     return rows
-
-
-def claim_registers(compute_wgs: int) -> None:
-    """A consumer's part of the registers."""
-    if compute_wgs in _REGISTERS:
-        plgpu.set_max_registers(_REGISTERS[compute_wgs][0], action="increase")
-
-
-def release_registers(compute_wgs: int) -> None:
-    """The producer's, who gives up the rest."""
-    if compute_wgs in _REGISTERS:
-        plgpu.set_max_registers(_REGISTERS[compute_wgs][1], action="decrease")
 
 
 class Tile(NamedTuple):

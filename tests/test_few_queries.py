@@ -161,7 +161,7 @@ def test_explain_tells_that_queries_are_rows_and_why():
 def test_parts_fill_the_chip():
     assert io_few_queries.num_parts(64 * 8, 8192) == 1
     assert io_few_queries.num_parts(8, 131_072) == 16  # 128 blocks, and there is room for 132
-    assert io_few_queries.num_parts(8, 100_000) == 10  # of no whole tiles
+    assert io_few_queries.num_parts(8, 100_000) == 125  # of no whole tiles
     assert io_few_queries.num_parts(136, 8192) == 8  # 4 of them would be alone at the end
     assert io_few_queries.num_parts(1, 512) == 2  # as many as there can be
     assert io_few_queries.num_parts(1, 1000) == 1  # nothing divides it

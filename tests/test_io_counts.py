@@ -400,8 +400,8 @@ def test_parts_of_few_tiles_of_keys_are_added_up():
         problem := _problem(MASKS["causal"], **sizes)[0], tuned.backward_of(problem)
     )
     mqa = dict(q_len=8192, kv_len=8192, num_q_heads=32, num_kv_heads=1)  # 64 tiles a batch row
-    assert [parts_of(**mqa, batch=b) for b in (1, 2, 4, 5)] == [8, 4, 2, 1]
-    assert parts_of(**mqa | dict(num_kv_heads=8), batch=1) == 1
+    assert [parts_of(**mqa, batch=b) for b in (1, 2, 4, 5, 9)] == [16, 8, 4, 2, 1]
+    assert [parts_of(**mqa | dict(num_kv_heads=8), batch=b) for b in (1, 2)] == [2, 1]
     assert parts_of(batch=1, kv_len=128, num_kv_heads=HEADS) == 1
     full = _problem(MASKS["full"], **mqa, batch=3)[0]  # equally long walks
     assert tuned.kv_parts(full, tuned.backward_of(full)) == 1

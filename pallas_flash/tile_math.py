@@ -47,16 +47,20 @@ _SMALL = 1 / 3
 _TANH = (0.9999925047875612, -0.33278553128163236, 0.12336379960)
 
 
-def squashed(scores, factor, top, *, reciprocal, all_within=None):
+def squashed(scores, factor, top, *, reciprocal=None, all_within=None):
     """top * tanh(factor * scores), the tanh to 4e-7, for factor > 0.
 
-    reciprocal: of a tile.
+    reciprocal: of a tile; None: a division.
     all_within: (tile, limit) -> are all of some group of elements within +-limit? Most logits are
     small against their cap, and there tanh is a short polynomial: no exponential, of which a GPU
     makes few in the time of a product.
     """
-    power = lambda: 1.0 + jnp.exp2(scores * (factor * (2 * LOG2E)))
-    any_tanh = lambda: top - (2.0 * top) * reciprocal(power())
+
+    def any_tanh():
+        power = 1.0 + jnp.exp2(scores * (factor * (2 * LOG2E)))
+        below = 2.0 * top / power if reciprocal is None else 2.0 * top * reciprocal(power)
+        return top - below
+
     if all_within is None:
         return any_tanh()
     has_powers = (factor > 1e-6) & (factor < 1e6)  # the fifth is a float32

@@ -20,8 +20,9 @@ def test_squashed_is_tanh(largest, factor, top):
     x = np.linspace(-largest, largest, 1001).astype(np.float32)
     scores = jnp.asarray(x / np.float32(factor))
     wanted = np.tanh(np.asarray(scores, np.float64) * factor)
-    for all_within in (ALL, None):
-        got = jax.jit(functools.partial(squashed, all_within=all_within))(scores, factor, top)
+    ways = [dict(all_within=ALL), dict(all_within=None), dict(reciprocal=None)]
+    for way in ways:
+        got = jax.jit(functools.partial(squashed, **way))(scores, factor, top)
         np.testing.assert_allclose(got / top, wanted, atol=6e-7)
 
 

@@ -9,7 +9,7 @@ from registers:
     S^T  = K Q^T - lse / scale        the accumulator starts from the statistic: no subtraction,
     dP^T = V dO^T - delta             and no row of statistics is live afterwards
     P    = exp2(scale log2(e) S)      masked steps first write -inf where the pair is hidden
-    dS   = P dP                       also added to the gradient of a bias, where that is wanted
+    dS   = P dP                       also part of the gradient of a bias, where that is wanted
     dv  += P^T dO,  dk += dS^T Q      in registers for the whole walk
     dq  += dS K                       one tile late, added to global memory in float32
 
@@ -20,6 +20,11 @@ factor 1 - tanh^2; dropout leaves its mark in the sign of P (`backward_common`, 
 dq is one tile late because dS of both consumers is needed for it: so no one waits for the other's
 current dS, and one consumer does exponentials while the other has the tensor cores. The float32
 adds into dq come in no fixed order, so dq is not equal from run to run; dk and dv are.
+
+The gradient of a bias is dS summed over what shares the bias. Where that is the batch rows, 2, 4 or
+8, of whole tiles, their blocks are a cluster: they keep step, copy one tile of the bias for all, and
+each sums a part of dS out of the shared memory of all of them and stores it (`cluster_sums`,
+`_peers`). A block whose bias is its own stores dS likewise. Else dS is added up in global memory.
 
 `backward_ends` has what runs before (row sums of out * dout, zeros to add into) and after (dq in
 its place). Warpgroups 0 and 1 are consumers, warpgroup 2 loads. `backward_keys` (head dims up to
@@ -34,8 +39,12 @@ and V.
 | tile_ready[stage] | copies of q, dout, neg_lse, neg_delta, bias | consumers | num_stages of 4, 5 |
 | tile_consumed[stage] | each consumer, its products done | producer | num_stages of 2 |
 | ds_ready[slot] | keys: each consumer; roles: owner of dk | who makes dq | 4 of 2; 2 of 1 |
+| ds_everywhere[slot] (cluster) | each consumer of the cluster | consumers | 4 of 2 a block |
 | p_ready[stage] (roles) | owner of dv | owner of dk | num_stages of 1 |
 | done | each consumer, at the end | each consumer: K and V are free | 1 of 2 |
+| left (cluster) | each consumer of the cluster | consumers: no one reads my dS | 1 of 2 a block |
+
+In a cluster tile_consumed counts its other blocks, too: each fills a part of all of their biases.
 
 A row without keys (or past a length, or padding) starts from S = -inf and dP = 0, so its P and dS
 are 0: the kernel hides keys only. Behind lengths an array may hold NaN: those tiles come from

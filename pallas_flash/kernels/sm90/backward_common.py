@@ -382,8 +382,18 @@ def tile_barriers(launch: Launch) -> dict[str, Any]:
     return dict(
         kv_ready=plgpu.Barrier(num_arrivals=2),
         tile_ready=plgpu.Barrier(num_barriers=stages, num_arrivals=5 if launch.staged_bias else 4),
-        tile_consumed=plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
+        tile_consumed=_tile_consumed(launch),
         done=plgpu.Barrier(num_arrivals=CONSUMERS),
+    )
+
+
+def _tile_consumed(launch: Launch):
+    """In a cluster all blocks must be done with a slot: each fills a part of the others' bias."""
+    stages = launch.config.num_stages
+    if launch.cluster == 1:
+        return plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS)
+    return plgpu.ClusterBarrier(
+        collective_axes=("peer",), num_barriers=stages, num_arrivals=CONSUMERS
     )
 
 
@@ -440,7 +450,9 @@ def produce(block: Block) -> None:
             plgpu.copy_gmem_to_smem(source.at[walk.b, head, rows], dst.at[slot], ready)
         if launch.staged_bias:
             dst = smem.bias.at[slot]
-            launch.copy_bias(gmem.extras, walk.b, head, qi * block_q, walk.kv0, dst, ready)
+            peers = "peer" if launch.cluster > 1 else None
+            at = walk.b, head, qi * block_q, walk.kv0
+            launch.copy_bias(gmem.extras, *at, dst, ready, peers=peers)
         lengths = gmem.extras.query_lengths
         cut = None if lengths is None else lengths[walk.b] < (qi + 1) * block_q
         at = walk.b, rows, head

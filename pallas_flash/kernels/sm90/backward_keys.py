@@ -188,21 +188,14 @@ def _walk(c: _Consumer):
     """All tiles; returns dk (before the scale) and dv of this consumer's keys."""
     block, op = c.block, c.block.launch.op
     step = functools.partial(_step, c)
-    done, *rows = block.walk.over_tiles(block.launch, step, _first_carry(c))
+    done, before = block.walk.over_tiles(block.launch, step, block.first_carry())
     if block.launch.make_dq:
         _issue_dq(c, done + DS_SLOTS - 1)
-        _add_dq(c, rows[0], in_flight=0)
+        _add_dq(c, before, in_flight=0)
     dk, dv = op.load(c.acc.dk), op.load(c.acc.dv, None)
     if block.launch.peers:
-        for late in (2, 1):
-            _store_dbias(c, done - late, rows[late - 1])
+        _store_dbias(c, done - 1, before)
     return dk, dv
-
-
-def _first_carry(c: _Consumer) -> tuple[Int, ...]:
-    """(tiles done, dq row of the tile before, where dbias is stored that of the one before it)."""
-    done, row = c.block.first_carry()
-    return (done, row, row) if c.block.launch.peers else (done, row)
 
 
 def _step(c: _Consumer, carry, head, qi, masked: bool):
@@ -213,7 +206,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     """
     launch, smem, bars, acc = c.block.launch, c.block.smem, c.block.bars, c.acc
     op, config, dtype = launch.op, launch.config, launch.dtype
-    i, before, *earlier = carry
+    i, before = carry
     slot = common.ring(i, config.num_stages)
     q, dout = smem.q.at[slot], smem.dout.at[slot]
 
@@ -226,8 +219,6 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
-    for row in earlier:  # while the two products run
-        _store_dbias(c, i - 2, row)
     products = op.load(acc.s, 1)
     exponents, squashed = c.block.exponents(
         products, neg_lse, place, c.units, masked=masked, is_tame=is_tame
@@ -244,9 +235,13 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     _publish_ds(c, i)
     op.wgmma(acc.dk, ds, q)
     _add_dq(c, before, in_flight=1)
+    if launch.peers:
+        _store_dbias(c, i - 1, before)
     op.wait(0)
+    if launch.cluster > 1:
+        cluster_sums.release_to_cluster()
     plgpu.barrier_arrive(bars.tile_consumed.at[slot])
-    return i + 1, c.block.dq_row(head, qi), *[before for _ in earlier]
+    return i + 1, c.block.dq_row(head, qi)
 
 
 def _share_ds(c: _Consumer, i, ds) -> None:
@@ -266,10 +261,11 @@ def _publish_ds(c: _Consumer, i) -> None:
 
 
 def _store_dbias(c: _Consumer, i, row) -> None:
-    """Stores this block's part of the gradient of the bias from dS of tile i, two tiles late.
+    """Stores this block's part of the gradient of the bias from dS of tile i, a tile late.
 
-    By then the other blocks of the cluster have seldom to be waited for. And in step i + 2 none of
-    them has begun step i + 4, which overwrites this dS: before, it waits for ours of i + 2.
+    By then the other blocks of the cluster have seldom to be waited for. And while this runs, in
+    step i + 1, none of them has begun step i + 4, which overwrites this dS: before, it waits for
+    ours of i + 2.
     """
     block, launch = c.block, c.block.launch
 

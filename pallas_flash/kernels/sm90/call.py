@@ -174,12 +174,17 @@ class Call:
         tile = self.config.block_q, self.config.block_kv
         return tiled_smem((slots, *tile), jnp.dtype(self.staged_bias))
 
-    def copy_bias(self, extras: Extras, b: Int, head: Int, q0: Int, kv0: Int, dst, ready) -> None:
-        """Starts the copy of a tile of the bias; arrives at `ready`."""
+    def copy_bias(
+        self, extras: Extras, b: Int, head: Int, q0: Int, kv0: Int, dst, ready, *, peers=None
+    ) -> None:
+        """Starts the copy of a tile of the bias; arrives at `ready`.
+
+        peers: axis of a cluster whose blocks copy the same tile, each a part of it for all.
+        """
         if self.staged_bias is not None:
             q, kv = pl.ds(q0, self.config.block_q), pl.ds(kv0, self.config.block_kv)
             source = extras.bias.at[(*self.entry(extras.bias, b, head), q, kv)]
-            plgpu.copy_gmem_to_smem(source, dst, ready)
+            plgpu.copy_gmem_to_smem(source, dst, ready, collective_axes=peers)
 
     def entry(self, array: Ref, b: Int, head: Int | None = None) -> tuple[Int, ...]:
         """Index of (batch row, query head) into the first axes of an extra."""

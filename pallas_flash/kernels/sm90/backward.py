@@ -21,10 +21,10 @@ dq is one tile late because dS of both consumers is needed for it: so no one wai
 current dS, and one consumer does exponentials while the other has the tensor cores. The float32
 adds into dq come in no fixed order, so dq is not equal from run to run; dk and dv are.
 
-The gradient of a bias is dS summed over what shares the bias. Where that is the batch rows, 2, 4 or
-8, of whole tiles, their blocks are a cluster: they keep step, copy one tile of the bias for all, and
-each sums a part of dS out of the shared memory of all of them and stores it (`cluster_sums`,
-`_peers`). A block whose bias is its own stores dS likewise. Else dS is added up in global memory.
+The gradient of a bias is dS summed over what shares the bias. Where that is 2, 4 or 8 batch rows of
+whole tiles, their blocks are a cluster: they keep step, copy one tile of the bias for all, and each
+sums a part of dS out of the shared memory of all of them and stores it (`cluster_sums`, `_peers`).
+A block whose bias is its own stores dS likewise. Else dS is added up in global memory.
 
 `backward_ends` has what runs before (row sums of out * dout, zeros to add into) and after (dq in
 its place). Warpgroups 0 and 1 are consumers, warpgroup 2 loads. `backward_keys` (head dims up to

@@ -15,11 +15,11 @@ squashed = functools.partial(tile_math.squashed, reciprocal=lambda x: 1.0 / x)
 
 @pytest.mark.parametrize("factor", [1e-12, 1e-7, 1e-3, 1.0, 1e3, 1e7])
 @pytest.mark.parametrize("largest", [0.01, 0.3, 0.34, 2.0, 50.0])
-@pytest.mark.parametrize("top", [1.0, 72.0])
-def test_squashed_is_tanh(largest, factor, top):
+def test_squashed_is_tanh(largest, factor):
     x = np.linspace(-largest, largest, 1001).astype(np.float32)
     scores = jnp.asarray(x / np.float32(factor))
     wanted = np.tanh(np.asarray(scores, np.float64) * factor)
+    top = 72.0
     ways = [dict(all_within=ALL), dict(all_within=None), dict(reciprocal=None)]
     for way in ways:
         got = jax.jit(functools.partial(squashed, **way))(scores, factor, top)

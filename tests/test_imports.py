@@ -16,14 +16,16 @@ STREET = (  # a module imports from its own row or from rows below it
     "flax_common",
     "flax_common",
     "api parallel",
-    "autodiff",
+    "ring all_gather",
+    "ring_step split_pair",
+    "autodiff split_problem",
     "dispatch",
     "kernels",
     "sharding arguments tile_math dropout reference io_model io_sweep io_report",
     "io_counts io_kernels io_few_queries link_model",
     "tile_walks tuned",
     "problem",
-    "masks config hardware aot",
+    "masks config hardware aot sequence_order",
 )
 ROW = {name: row for row, names in enumerate(STREET) for name in names.split()}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -178,7 +178,9 @@ def test_unfused_is_refused_with_its_reason(case):
 
 # Each on one of the two versions that CI runs, beside what test_aot compiles on the newest.
 # One bias stands for all that is summed in a cluster.
-ONE_OF_ITS_KIND = [c for c in FUSED if c.name not in ONLY_ON_GPU or c.name.endswith("dropout")]
+ONE_OF_ITS_KIND = [
+    case for case in FUSED if case.name not in ONLY_ON_GPU or case.name.endswith("dropout")
+]
 LOWERED = ONE_OF_ITS_KIND[jax.__version_info__ < (0, 12) :: 2]
 
 

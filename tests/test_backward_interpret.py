@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import dropout, masks
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import backward, backward_keys, backward_roles
+from pallas_flash.kernels.sm90 import backward, backward_common, backward_keys, backward_roles
 from pallas_flash.kernels.sm90.call import Extras
 from tests.races import MISSING_WAIT, races_raise
 
@@ -330,3 +330,35 @@ def test_tiles_that_do_not_fit_are_refused():
     case = Case(config=dataclasses.replace(KEYS_64, num_stages=3))
     with pytest.raises(ValueError, match="bytes of shared memory"):
         _run(case, _arrays(case))
+
+
+@pytest.mark.parametrize(
+    ("batch", "bias", "changes", "peers"),
+    [
+        (4, (1, 2, 256, 256), {}, 4),  # a cluster of the rows that share it
+        (4, (4, 2, 256, 256), {}, 1),  # a block has its own
+        (1, (1, 2, 256, 256), {}, 1),
+        (3, (1, 2, 256, 256), {}, 0),  # no cluster of three
+        (4, (1, 1, 256, 256), {}, 0),  # heads share it, too
+        (4, (1, 2, 1, 256), {}, 0),
+        (4, (1, 2, 256, 256), dict(bias_dtype="float32"), 0),
+        (4, (1, 2, 256, 256), dict(bias_dtype="float16"), 0),  # dS is bfloat16
+        (4, (1, 2, 256, 256), dict(head_dim=96), 0),  # dS lies in narrow lines
+        (4, (1, 2, 256, 256), dict(terms=frozenset({"bias", "kv_lengths"})), 0),  # walks differ
+        (4, (1, 2, 256, 200), dict(kv_len=200), 0),  # a tile is cut
+        (4, (1, 2, 256, 256), dict(make_dq=False), 0),  # dS is not in shared memory
+    ],
+)
+def test_who_stores_the_gradient_of_a_bias(batch, bias, changes, peers):
+    sizes = dict(head_dim=128, head_dim_v=128, q_len=256, kv_len=256, terms=frozenset({"bias"}))
+    launch = backward_common.Launch(
+        batch=batch,
+        num_q_heads=2,
+        num_kv_heads=2,
+        dtype="bfloat16",
+        config=BackwardConfig(),
+        make_dbias=True,
+        **sizes | {name: x for name, x in changes.items() if name != "bias_dtype"},
+    )
+    array = jax.ShapeDtypeStruct(bias, changes.get("bias_dtype", "bfloat16"))
+    assert backward._peers(launch, Extras(bias=array)) == peers

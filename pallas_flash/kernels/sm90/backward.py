@@ -193,8 +193,9 @@ def flash_backward(
 def _peers(launch: Launch, extras: Extras) -> int:
     """`Launch.peers`: how many blocks can store the gradient of the bias among themselves.
 
-    In whole tiles, of a bias of 16 bits: the exchange has the precision of dS. The blocks of a
-    cluster keep step, so their walks must be the same.
+    In whole tiles, of a bias in the dtype of dS, which is what is summed, and where dS lies in
+    lines of 128 bytes (beside narrow keys it does not). The blocks of a cluster keep step, so their
+    walks must be the same.
     """
     bias = extras.bias
     logits = (launch.num_q_heads, launch.q_len, launch.kv_len)
@@ -203,7 +204,8 @@ def _peers(launch: Launch, extras: Extras) -> int:
         or launch.config.split != "keys"
         or not (launch.make_dq and launch.is_whole)
         or bias.shape[1:] != logits
-        or jnp.dtype(bias.dtype).itemsize != 2
+        or jnp.dtype(bias.dtype) != jnp.dtype(launch.dtype)
+        or launch.head_dim % 64 != 0
     ):
         return 0
     if bias.shape[0] == launch.batch:

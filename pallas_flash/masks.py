@@ -197,6 +197,11 @@ class Mask:
         return type(self).allowed_beyond_bounds is Mask.allowed_beyond_bounds
 
     @property
+    def has_lower(self) -> bool:
+        """`bounds` hides keys before some position, whatever the run-time numbers."""
+        return self.bounds(MaskValues(*[0] * len(MaskValues._fields))).lower is not None
+
+    @property
     def is_steady(self) -> bool:
         """Neighbouring queries see about as many keys, whatever the run-time numbers."""
         return False

@@ -230,8 +230,6 @@ def backward_of(problem: Problem) -> BackwardConfig:
     ).config
 
 
-# Causal MQA 32/1, B 2, T 8192, has 128 blocks without parts, and the longest takes as long as two:
-# 0.52 of FlashAttention-3's rate.
 def kv_parts(problem: Problem, cut: BackwardConfig) -> int:
     """Blocks for one tile of keys in its fused backward, which share the query heads that read it.
 

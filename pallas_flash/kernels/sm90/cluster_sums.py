@@ -32,7 +32,12 @@ _KEYS = 16  # of one read of a warp: 16 keys of 2 bytes are what L2 writes at on
 
 
 def release_to_cluster() -> None:
-    """Shared-memory writes of this warpgroup come before its next arrival, for all of a cluster."""
+    """Shared-memory accesses of this warpgroup come before its next arrival in a cluster.
+
+    One thread arrives for all. A multiprocessor serves its own shared memory in order, to whichever
+    block reads it; a fence for the cluster would also wait for adds into global memory. Without two
+    fences a step, and with the sums behind two products: 5.80 -> 4.86 ms (H200, T 4096, B 4).
+    """
 
     @inline_mgpu()
     def release(_):

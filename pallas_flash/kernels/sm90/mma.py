@@ -164,10 +164,8 @@ class GpuOps:
         @inline_mgpu(arg_types=(ACC_LAYOUT,), return_type=out)
         def invert(_, x):
             x = x.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
-            f32 = ir.F32Type.get()
             values = (vector.extract(register, [], [0]) for register in x.registers.flat)
             values = [nvvm.rcp_approx_ftz_f(value) for value in values]
-            assert all(value.type == f32 for value in values)
             return accumulator(values, tile.shape, is_signed=None)
 
         return invert(tile)

@@ -130,9 +130,8 @@ def mask_facts(mask: masks.Mask, q_len: int, kv_len: int, config) -> MaskFacts:
     probes = (masks.MaskValues(*[number] * fields) for number in (-(2**30), 2**30))
     bounds, other = (with_ragged_end(mask.bounds(p), kv_len, config.block_kv) for p in probes)
     present = [b for b in dataclasses.astuple(bounds) if b is not None]
-    hides_before = bounds.lower is not None
-    if hides_before or bounds != other:
-        return MaskFacts(False, True, hides_before, False, False)
+    if mask.has_lower or bounds != other:
+        return MaskFacts(False, True, mask.has_lower, False, False)
     one_masked_step = sees_at_once = True
     for q_lo in range(0, q_len, config.block_q):
         q_hi = min(q_lo + config.block_q, q_len)

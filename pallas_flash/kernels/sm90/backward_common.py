@@ -173,7 +173,8 @@ class Walk(NamedTuple):
         return lax.fori_loop(np.int32(0), np.int32(group), walk_head, carry)
 
     def _interval(self, launch: Launch, step, tests: bool, head: Int, carry):
-        del launch
+        if not self.hides:
+            step = self._staggered(launch, step)
         plain, plain_end = (self.plain, self.plain_end) if tests else (self.first, self.last)
         tests = tests and self.hides
         if tests:
@@ -182,6 +183,21 @@ class Walk(NamedTuple):
         if tests and self.bounds.lower is not None:
             carry = _loop(step, head, True, plain_end, self.last, carry)
         return carry
+
+    def _staggered(self, launch: Launch, step):
+        """The step, with q tiles from this block's own place on and round.
+
+        Blocks that run together would otherwise add to one tile of dq at a time. Under a diagonal
+        they begin at different tiles as it is.
+        """
+        q_tiles = launch.num_q_tiles
+        start = div(self.ki * q_tiles, launch.num_kv_tiles)
+
+        def staggered(carry, head, j, masked):
+            qi = j + start
+            return step(carry, head, jnp.where(qi >= q_tiles, qi - q_tiles, qi), masked)
+
+        return staggered
 
     def _table(self, launch: Launch, step, tests: bool, head: Int, carry):
         visits = self.visits

@@ -324,6 +324,6 @@ def _finish(block: Block, wg, dk, dv) -> None:
     dv = block.undropped(dv)
     common.store_grad(block, dk, block.smem.k.at[mine], block.gmem.dk, row0)
     common.store_grad(block, dv, block.smem.v.at[mine], block.gmem.dv, row0)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if block.launch.cluster > 1:  # no one reads our dS any more
         plgpu.barrier_wait(block.bars.left)

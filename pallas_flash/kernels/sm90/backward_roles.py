@@ -248,4 +248,4 @@ def _finish(block: Block, role: int, grad) -> None:
     grad = grad * block.dk_factor() if role == DK_OWNER else block.undropped(grad)
     buffer, out = (smem.v, gmem.dv) if role == DV_OWNER else (smem.k, gmem.dk)
     common.store_grad(block, grad, buffer, out, block.walk.kv0)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -19,13 +19,11 @@ import functools
 import json
 import math
 import statistics
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,52 +31,16 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+import byte_lm
 import pallas_flash.linen
+from byte_lm import ByteLM, Sizes
 from pallas_flash import parallel
-
-VOCAB = 256  # bytes
-TEXT_SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".h", ".tex", ".html", ".json", ".csv"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Model and batch. The defaults differ by device; see `default_sizes`."""
-
-    seq: int
-    batch: int
-    layers: int
-    width: int
-    heads: int
-    steps: int
-    lr: float
-    dtype: str
-
-
-def default_sizes(on_gpu: bool) -> Sizes:
-    """About two minutes on two CPU cores; on a GPU a sequence where attention is a large part."""
-    if on_gpu:
-        return Sizes(
-            seq=8192, batch=2, layers=16, width=1024, heads=16, steps=300, lr=6e-4, dtype="bfloat16"
-        )
-    return Sizes(
-        seq=256, batch=4, layers=2, width=128, heads=4, steps=500, lr=3e-3, dtype="float32"
-    )
-
 
 # --- attention: the one line that changes ---------------------------------------------------------
 
-
-def jax_attention(query, key, value, bias=None, mask=None):
-    """jax.nn's attention with the signature Flax wants."""
-    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    return jax.nn.dot_product_attention(
-        query, key, value, bias, mask, is_causal=True, implementation=implementation
-    )
-
-
 ATTENTION: dict[str, Callable] = {
     "flash": functools.partial(pallas_flash.linen.attention_fn, is_causal=True),
-    "jax": jax_attention,
+    "jax": byte_lm.jax_attention,
 }
 
 
@@ -163,47 +125,7 @@ class Layout:
 ONE_DEVICE = Layout()
 
 
-# --- model ----------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block."""
-
-    sizes: Sizes
-    attention_fn: Callable
-
-    @nn.compact
-    def __call__(self, x):  # [batch, seq, width]
-        dtype, width = self.sizes.dtype, self.sizes.width
-        y = nn.LayerNorm(dtype=dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(
-            num_heads=self.sizes.heads,
-            dtype=jnp.dtype(dtype),
-            use_bias=False,
-            attention_fn=self.attention_fn,
-        )(y)
-        y = nn.LayerNorm(dtype=dtype)(x)
-        y = nn.Dense(4 * width, dtype=dtype)(y)
-        return x + nn.Dense(width, dtype=dtype)(nn.gelu(y))
-
-
-class ByteLM(nn.Module):
-    """Decoder-only transformer over bytes; parameters float32, compute in `sizes.dtype`."""
-
-    sizes: Sizes
-    attention_fn: Callable
-
-    @nn.compact
-    def __call__(self, tokens, order=None):  # [batch, seq] int32, [seq] positions of the tokens
-        dtype, width = self.sizes.dtype, self.sizes.width
-        positions = self.param("positions", nn.initializers.normal(0.02), (self.sizes.seq, width))
-        x = nn.Embed(VOCAB, width, dtype=jnp.dtype(dtype), name="embed")(tokens)
-        own = positions[: tokens.shape[1]] if order is None else positions[order]
-        x = x + own.astype(dtype)
-        for _ in range(self.sizes.layers):
-            x = Block(self.sizes, self.attention_fn)(x)
-        x = nn.LayerNorm(dtype=dtype)(x)
-        return nn.Dense(VOCAB, dtype=dtype)(x).astype(jnp.float32)  # [batch, seq, VOCAB]
+# --- loss and data --------------------------------------------------------------------------------
 
 
 def loss_of(model: ByteLM, layout: Layout, params, window) -> jax.Array:
@@ -213,17 +135,9 @@ def loss_of(model: ByteLM, layout: Layout, params, window) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, order + 1]).mean()
 
 
-# --- data -----------------------------------------------------------------------------------------
-
-
 def read_text(paths: list[str]) -> np.ndarray:
     """All text files of these files and folders, one after the other, as bytes."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        found = sorted(path.rglob("*")) if path.is_dir() else [path]
-        files += [f for f in found if f.is_file() and (f == path or f.suffix in TEXT_SUFFIXES)]
-    files = [f for f in files if "site-packages" not in f.parts]
-    data = b"\n".join(f.read_bytes() for f in files)
+    data = b"\n".join(f.read_bytes() for f in byte_lm.text_files(paths))
     return np.frombuffer(data, np.uint8)
 
 
@@ -273,17 +187,11 @@ class Program:
 
 @functools.cache
 def compiled_program(attention_fn: Callable, sizes: Sizes, layout: Layout = ONE_DEVICE) -> Program:
-    """AdamW with warm-up and cosine decay around a ByteLM."""
+    """What trains a ByteLM and writes with it."""
     whole = ByteLM(sizes, attention_fn)  # what writes text and initializes: on one device's order
     split = whole if layout.mesh is None else ByteLM(sizes, RingAttention(layout.mesh))
     loss = functools.partial(loss_of, split, layout)
-    warmup = max(1, sizes.steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, sizes.lr, warmup, max(sizes.steps, warmup + 1), end_value=sizes.lr / 10
-    )
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    )
+    optimizer = byte_lm.make_optimizer(sizes)
 
     def step(params, state, window):
         value, grads = jax.value_and_grad(loss)(params, window)
@@ -291,11 +199,12 @@ def compiled_program(attention_fn: Callable, sizes: Sizes, layout: Layout = ONE_
         return optax.apply_updates(params, updates), state, value
 
     def next_byte(params, tokens, last, key):
-        logits = jnp.asarray(whole.apply(params, tokens[None]))[0, last]
+        logits = jnp.asarray(whole.apply(params, tokens[None], jnp.arange(len(tokens))))[0, last]
         return jax.random.categorical(key, logits / 0.8)
 
+    zeros = jnp.zeros(sizes.seq, jnp.int32)
     return Program(
-        init=jax.jit(lambda key: whole.init(key, jnp.zeros((1, sizes.seq), jnp.int32))),
+        init=jax.jit(lambda key: whole.init(key, zeros[None], zeros)),
         init_optimizer=jax.jit(optimizer.init),
         step=jax.jit(step, donate_argnums=(0, 1)),
         loss=jax.jit(loss),
@@ -359,36 +268,18 @@ def generate(program: Program, params, prompt: bytes, *, length: int, seed: int)
 # --- results --------------------------------------------------------------------------------------
 
 
-def mean_difference(a: Run, b: Run, last: int = 50) -> float:
-    """Mean |difference| of the last losses of two runs over the same batches."""
-    return float(np.mean(np.abs(np.subtract(a.losses[-last:], b.losses[-last:]))))
-
-
-def smoothed(losses: list[float]) -> np.ndarray:
-    """Running mean over a twentieth of the run."""
-    span = max(1, len(losses) // 20)
-    return np.convolve(losses, np.ones(span) / span, mode="valid")
-
-
 def save_plot(runs: list[Run], path: Path) -> None:
-    """Loss of each run over its steps: every step faint, the running mean strong."""
-    import matplotlib
+    """Loss of each run over its steps."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
     for run, dash in zip(runs, ("-", "--", ":"), strict=False):
-        mean = smoothed(run.losses)
-        steps = np.arange(len(mean)) + (len(run.losses) - len(mean)) / 2
         label = f"{run.name} (held out {run.held_out_loss:.3f})"
-        (line,) = axes.plot(steps, mean, dash, label=label)
-        axes.plot(run.losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="Byte language model")
+        byte_lm.draw_losses(axes, range(len(run.losses)), run.losses, dash, label)
+    axes.set_xlabel("step")
     axes.legend()
-    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(figure)
 
 
 def summary(runs: list[Run], sizes: Sizes) -> str:
@@ -407,42 +298,34 @@ def summary(runs: list[Run], sizes: Sizes) -> str:
         lines.append(f"step time jax / flash: {reference.median_step_s / flash.median_step_s:.2f}")
         lines.append(
             "mean |difference| of the last 50 losses, "
-            f"flash and jax: {mean_difference(flash, reference):.2e}"
+            f"flash and jax: {byte_lm.mean_difference(flash.losses, reference.losses):.2e}"
         )
     if {"jax", "jax-perturbed"} <= by_name.keys():
+        plain, changed = by_name["jax"], by_name["jax-perturbed"]
         lines.append(
             "mean |difference| of the last 50 losses, jax and jax perturbed by one rounding: "
-            f"{mean_difference(by_name['jax'], by_name['jax-perturbed']):.2e}"
+            f"{byte_lm.mean_difference(plain.losses, changed.losses):.2e}"
         )
     return "\n".join(lines)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    defaults = byte_lm.default_sizes(jax.default_backend() == "gpu")
+    parser = byte_lm.option_parser(
+        __doc__, attention=ATTENTION, defaults=defaults, plot="train_lm.png"
     )
     add = parser.add_argument
-    add("--attention", choices=sorted(ATTENTION), default="flash")
     add("--compare", action="store_true", help="train with both, from one seed")
     add("--perturb", action="store_true", help="and with jax from inputs one rounding away")
-    add("--text", nargs="+", metavar="PATH", help="files or folders; default: Python's library")
-    defaults = default_sizes(jax.default_backend() == "gpu")
-    for field in dataclasses.fields(Sizes):
-        default = getattr(defaults, field.name)
-        add(f"--{field.name}", type=type(default), default=default, help=f"default {default}")
     add("--mesh", type=parse_mesh, help="devices, as data=2,sequence=2,model=2; default: one")
-    add("--seed", type=int, default=0)
     add("--sample", type=int, default=200, help="bytes to write at the end, default 200")
-    add("--plot", type=Path, default=Path("train_lm.png"), help="default train_lm.png")
-    add("--json", type=Path, help="write losses and step times here")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> list[Run]:
     """Runs the program; returns its runs."""
     args = parse_args(argv)
-    sizes = Sizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Sizes)})
-    data = read_text(args.text or [sysconfig.get_paths()["stdlib"]])
+    sizes, data = byte_lm.sizes_of(args), read_text(args.text)
     print(f"{len(data) / 1e6:.1f} MB of text, {sizes}, on {jax.devices()[0].device_kind}")
 
     names = ["flash", "jax"] if args.compare else [args.attention]
@@ -450,7 +333,7 @@ def main(argv: list[str] | None = None) -> list[Run]:
     layouts = {"flash": Layout(args.mesh)}  # jax.nn's attention, to compare with, on one device
     runs = [run(name, ATTENTION[name], layout=layouts.get(name, ONE_DEVICE)) for name in names]
     if args.perturb:
-        runs.append(run("jax-perturbed", jax_attention, change_params=perturbed))
+        runs.append(run("jax-perturbed", byte_lm.jax_attention, change_params=perturbed))
 
     for run in runs:
         print(f"\n--- a sample, {run.name} ---\n{run.sample}")

@@ -20,21 +20,20 @@ import functools
 import itertools
 import json
 import re
-import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from tqdm import tqdm
-from train_lm import TEXT_SUFFIXES, VOCAB, Block, Sizes, default_sizes, jax_attention, smoothed
 
+import byte_lm
 import pallas_flash.linen
+from byte_lm import ByteLM, Sizes
 
 Document = np.ndarray  # [length] uint8
 Rows = list[list[Document]]  # the documents of each row of a packed batch
@@ -42,8 +41,8 @@ WAITING = 64  # documents that did not fit end a step
 
 
 def packed_sizes(on_gpu: bool) -> Sizes:
-    """train_lm's model; fewer steps, since padded rows take several passes a step."""
-    sizes = default_sizes(on_gpu)
+    """ByteLM's defaults; fewer steps, since padded rows take several passes a step."""
+    sizes = byte_lm.default_sizes(on_gpu)
     if on_gpu:
         return dataclasses.replace(sizes, steps=150)
     return dataclasses.replace(sizes, seq=1024, batch=2, steps=50)
@@ -54,12 +53,8 @@ def packed_sizes(on_gpu: bool) -> Sizes:
 
 def read_documents(paths: list[str], seq: int) -> list[Document]:
     """What stands between two blank lines of these files and folders, each cut off at `seq`."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        found = sorted(path.rglob("*")) if path.is_dir() else [path]
-        files += [f for f in found if f.is_file() and (f == path or f.suffix in TEXT_SUFFIXES)]
-    files = [f for f in files if "site-packages" not in f.parts]
-    parts = itertools.chain.from_iterable(re.split(rb"\n{3,}", f.read_bytes()) for f in files)
+    texts = (file.read_bytes() for file in byte_lm.text_files(paths))
+    parts = itertools.chain.from_iterable(re.split(rb"\n{3,}", text) for text in texts)
     return [np.frombuffer(part[:seq], np.uint8) for part in parts if len(part) > 1]
 
 
@@ -155,7 +150,7 @@ def masked_attention(batch: Batch, window: int | None) -> Callable:
         mask &= index < batch.lengths[:, None, None, None]
     if window is not None:
         mask &= index[:, None] - index <= window
-    return lambda query, key, value: jax_attention(query, key, value, mask=mask)
+    return lambda query, key, value: byte_lm.jax_attention(query, key, value, mask=mask)
 
 
 ATTENTION: dict[str, Callable[[Batch, int | None], Callable]] = {
@@ -164,26 +159,7 @@ ATTENTION: dict[str, Callable[[Batch, int | None], Callable]] = {
 }
 
 
-# --- model and training ---------------------------------------------------------------------------
-
-
-class DocumentLM(nn.Module):
-    """train_lm's ByteLM, with positions and an attention that depend on the batch."""
-
-    sizes: Sizes
-    attention: Callable[[Batch], Callable]
-
-    @nn.compact
-    def __call__(self, batch: Batch):
-        dtype, width = self.sizes.dtype, self.sizes.width
-        positions = self.param("positions", nn.initializers.normal(0.02), (self.sizes.seq, width))
-        x = nn.Embed(VOCAB, width, dtype=jnp.dtype(dtype), name="embed")(batch.tokens)
-        x = x + positions[batch.positions].astype(dtype)
-        attention_fn = self.attention(batch)
-        for _ in range(self.sizes.layers):
-            x = Block(self.sizes, attention_fn)(x)
-        x = nn.LayerNorm(dtype=dtype)(x)
-        return nn.Dense(VOCAB, dtype=dtype)(x).astype(jnp.float32)  # [rows, seq, VOCAB]
+# --- training -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,25 +168,26 @@ class Program:
 
     init: Callable  # (key) -> params
     init_optimizer: Callable  # (params) -> state
-    logits: Callable  # (params, batch) -> logits
+    logits: Callable  # (params, batch) -> [rows, seq, VOCAB]
     accumulate: Callable  # (params, grads, batch, count) -> grads, share of the step's loss
     update: Callable  # (params, state, grads) -> params, state
 
 
 def compile_program(attention: Callable[[Batch], Callable], sizes: Sizes) -> Program:
-    """AdamW with warm-up and cosine decay around a DocumentLM."""
-    model = DocumentLM(sizes, attention)
-    warmup = max(1, sizes.steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, sizes.lr, warmup, max(sizes.steps, warmup + 1), end_value=sizes.lr / 10
-    )
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    )
+    """What trains a ByteLM whose attention depends on the batch."""
+    optimizer = byte_lm.make_optimizer(sizes)
+    model_for = lambda batch: ByteLM(sizes, attention(batch))
+
+    def init(key):
+        anything = place([[np.zeros(1, np.uint8)]], sizes.seq)
+        return model_for(anything).init(key, anything.tokens, anything.positions)
+
+    def logits_of(params, batch):
+        return jnp.asarray(model_for(batch).apply(params, batch.tokens, batch.positions))
 
     def loss_of(params, batch, count):
         """Cross-entropy of each byte that continues a document, over the step's count of them."""
-        logits = jnp.asarray(model.apply(params, batch))[:, :-1]
+        logits = logits_of(params, batch)[:, :-1]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
         return jnp.sum(losses, where=batch.positions[:, 1:] > 0) / count
 
@@ -222,11 +199,10 @@ def compile_program(attention: Callable[[Batch], Callable], sizes: Sizes) -> Pro
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    anything = place([[np.zeros(1, np.uint8)]], sizes.seq)
     return Program(
-        init=jax.jit(lambda key: model.init(key, anything)),
+        init=jax.jit(init),
         init_optimizer=jax.jit(optimizer.init),
-        logits=jax.jit(model.apply),
+        logits=jax.jit(logits_of),
         accumulate=jax.jit(accumulate, donate_argnums=1),
         update=jax.jit(update, donate_argnums=(0, 1)),
     )
@@ -323,33 +299,21 @@ def train(name: str, program: Program, plan: list[Rows], sizes: Sizes, *, seed: 
 # --- results --------------------------------------------------------------------------------------
 
 
-def mean_difference(a: Run, b: Run, last: int = 50) -> float:
-    """Mean |difference| of the last losses of two runs over the same documents."""
-    return float(np.mean(np.abs(np.subtract(a.losses[-last:], b.losses[-last:]))))
-
-
 def save_plot(runs: list[Run], path: Path) -> None:
-    """Loss over real tokens, every step faint and the running mean strong; real tokens/s."""
-    import matplotlib
+    """Loss over real tokens; real tokens/s."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.5), width_ratios=(3, 1))
+    figure = Figure(figsize=(9, 4.5))
+    left, right = figure.subplots(1, 2, width_ratios=(3, 1))
     for run, dash in zip(runs, ("-", "--"), strict=False):
-        tokens, mean = np.cumsum(run.real_tokens), smoothed(run.losses)
-        middle = (len(tokens) - len(mean)) // 2
-        (line,) = left.plot(tokens[middle : middle + len(mean)], mean, dash, label=run.name)
-        left.plot(tokens, run.losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
-        bars = right.bar(run.name, run.tokens_per_s, color=line.get_color())
+        color = byte_lm.draw_losses(left, np.cumsum(run.real_tokens), run.losses, dash, run.name)
+        bars = right.bar(run.name, run.tokens_per_s, color=color)
         right.bar_label(bars, fmt="{:,.0f}")
-    left.set(xlabel="real tokens", ylabel="loss (nats a byte)", title="Byte language model")
-    right.set(title="real tokens/s")
+    left.set_xlabel("real tokens")
     left.legend()
-    left.grid(alpha=0.3)
+    right.set(title="real tokens/s")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def summary(runs: list[Run]) -> str:
@@ -364,35 +328,27 @@ def summary(runs: list[Run]) -> str:
         first, second = runs
         ratio = first.tokens_per_s / second.tokens_per_s
         lines.append(f"real tokens/s, {first.name} / {second.name}: {ratio:.2f}")
-        difference = mean_difference(first, second)
+        difference = byte_lm.mean_difference(first.losses, second.losses)
         lines.append(f"mean |difference| of the last 50 losses: {difference:.2e}")
     return "\n".join(lines)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    defaults = packed_sizes(jax.default_backend() == "gpu")
+    parser = byte_lm.option_parser(
+        __doc__, attention=ATTENTION, defaults=defaults, plot="train_packed.png"
     )
     add = parser.add_argument
     add("--mode", choices=[*LAYOUTS, "compare"], default="compare", help="default: both layouts")
-    add("--attention", choices=sorted(ATTENTION), default="flash")
     add("--window", type=int, metavar="N", help="a byte sees itself and N before it; default: all")
-    add("--text", nargs="+", metavar="PATH", help="files or folders; default: Python's library")
-    defaults = packed_sizes(jax.default_backend() == "gpu")
-    for field in dataclasses.fields(Sizes):
-        default = getattr(defaults, field.name)
-        add(f"--{field.name}", type=type(default), default=default, help=f"default {default}")
-    add("--seed", type=int, default=0)
-    add("--plot", type=Path, default=Path("train_packed.png"), help="default train_packed.png")
-    add("--json", type=Path, help="write losses, token counts and step times here")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> list[Run]:
     """Runs the program; returns its runs."""
     args = parse_args(argv)
-    sizes = Sizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Sizes)})
-    documents = read_documents(args.text or [sysconfig.get_paths()["stdlib"]], sizes.seq)
+    sizes = byte_lm.sizes_of(args)
+    documents = read_documents(args.text, sizes.seq)
     if len(documents) < 3:
         raise SystemExit(f"{len(documents)} documents are too few: give --text with three or more")
     lengths = [len(document) for document in documents]

@@ -42,6 +42,23 @@ class Product(NamedTuple):
     flops: int
 
 
+# How many multiplications, and as many additions, a product takes for each pair.
+_WIDTHS = {
+    "S = Q K^T": "head_dim",
+    "O = P V": "head_dim_v",
+    "dV = P^T dO": "head_dim_v",
+    "dP = dO V^T": "head_dim_v",
+    "dQ = dS K": "head_dim",
+    "dK = dS^T Q": "head_dim",
+}
+
+
+def products(problem: Problem, pairs: int, *names: str) -> tuple[Product, ...]:
+    """These products over so many pairs of query and key; a name may end in ", again"."""
+    widths = (getattr(problem, _WIDTHS[name.removesuffix(", again")]) for name in names)
+    return tuple(Product(n, 2 * pairs * width) for n, width in zip(names, widths, strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Pass:
     """One pass over device memory: a kernel, or a loop of the paper's algorithm.
@@ -58,6 +75,16 @@ class Pass:
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
     products: tuple[Product, ...] = ()
+
+    @property
+    def distinct(self) -> int:
+        """Bytes read and written, each once."""
+        return sum(a.distinct for a in (*self.reads, *self.writes))
+
+    @property
+    def flops(self) -> int:
+        """Of the matrix products."""
+        return sum(product.flops for product in self.products)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +116,12 @@ class Counts:
     @property
     def distinct(self) -> int:
         """Bytes if every pass met each byte once."""
-        return sum(a.distinct for p in self.passes for a in (*p.reads, *p.writes))
+        return sum(p.distinct for p in self.passes)
 
     @property
     def flops(self) -> int:
         """Of the matrix products."""
-        return sum(product.flops for p in self.passes for product in p.products)
+        return sum(p.flops for p in self.passes)
 
     @property
     def extra_bytes(self) -> int:
@@ -138,12 +165,46 @@ def compulsory(problem: Problem, *, backward: bool = False) -> int:
 # --- naive attention -----------------------------------------------------------------------------
 
 
+class _Stored(NamedTuple):
+    """Bytes of what naive attention stores: arrays of an entry a pair, 0 where there is none.
+
+    Attributes:
+      scores: S, or dS, or dP.
+      probs: P.
+      dropped: P after dropout.
+      drop_mask: a byte a weight, where dropout is a pass of its own.
+    """
+
+    scores: int
+    probs: int
+    dropped: int
+    drop_mask: int
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """What V is multiplied by."""
+        return dict(dropped=self.dropped) if self.dropped else dict(P=self.probs)
+
+
 def _pairs(problem: Problem) -> int:
     return problem.batch * problem.num_q_heads * problem.q_len * problem.kv_len
 
 
-def _hides(problem: Problem) -> bool:
-    return bool(problem.mask.parts())
+def _stored(problem: Problem, fused_softmax: bool, score_bytes: int | None) -> _Stored:
+    pairs, item = _pairs(problem), problem.np_dtype.itemsize
+    drops = bool(problem.dropout_rate)
+    return _Stored(
+        scores=pairs * (score_bytes or item),
+        probs=pairs * item,
+        dropped=pairs * item if drops else 0,
+        drop_mask=pairs * _DROP_MASK_BYTES if drops and not fused_softmax else 0,
+    )
+
+
+def _multiply(problem: Problem, name: str, source: str, reads: dict, writes: dict) -> Pass:
+    """A pass that is one product."""
+    made = products(problem, _pairs(problem), name)
+    return Pass(name, source, once(**reads), once(**writes), made)
 
 
 def naive_forward(
@@ -157,99 +218,57 @@ def naive_forward(
         operations: the mask is added, dropout also writes a byte a weight.
       score_bytes: of one stored score; None: as the inputs. Probabilities are as the inputs.
     """
-    n, pairs, item = sizes(problem), _pairs(problem), problem.np_dtype.itemsize
-    scores, probs = pairs * (score_bytes or item), pairs * item
-    drops = bool(problem.dropout_rate)
-    dropped = probs if drops else 0
-    passes = [
-        Pass(
-            "S = Q K^T",
-            "algorithm 0, line 1",
-            once(q=n.q, k=n.k),
-            once(S=scores),
-            (Product("S = Q K^T", 2 * pairs * problem.head_dim),),
-        )
-    ]
-    softmax = "algorithm 0, line 2"
-    if fused_softmax:
-        written = once(P=probs, dropped=dropped)
-        passes.append(Pass("P = softmax(S)", softmax, once(S=scores), written))
-    else:
-        if _hides(problem):
-            passes.append(Pass("mask", softmax, once(S=scores), once(S=scores)))
-        passes.append(Pass("P = softmax(S)", softmax, once(S=scores), once(P=probs)))
-        if drops:
-            written = once(dropped=dropped, drop_mask=pairs * _DROP_MASK_BYTES)
-            passes.append(Pass("dropout", softmax, once(P=probs), written))
-    weights = dict(dropped=dropped) if drops else dict(P=probs)
-    passes.append(
-        Pass(
-            "O = P V",
-            "algorithm 0, line 3",
-            once(**weights, v=n.v),
-            once(out=n.out),
-            (Product("O = P V", 2 * pairs * problem.head_dim_v),),
-        )
+    n, stored = sizes(problem), _stored(problem, fused_softmax, score_bytes)
+    line = lambda i: f"algorithm 0, line {i}"
+    passes = (
+        _multiply(problem, "S = Q K^T", line(1), dict(q=n.q, k=n.k), dict(S=stored.scores)),
+        *_softmax(problem, stored, line(2), fused_softmax),
+        _multiply(problem, "O = P V", line(3), stored.weights | dict(v=n.v), dict(out=n.out)),
     )
-    extra = dict(S=scores, P=probs, dropped=dropped)
-    extra["drop_mask"] = pairs * _DROP_MASK_BYTES if drops and not fused_softmax else 0
-    return Counts(tuple(passes), tuple(_present(extra)))
+    extra = dict(S=stored.scores, P=stored.probs, dropped=stored.dropped)
+    return Counts(passes, _present(**extra, drop_mask=stored.drop_mask))
 
 
-def _present(sizes: dict[str, int]):
-    return ((name, size) for name, size in sizes.items() if size)
+def _softmax(problem: Problem, stored: _Stored, source: str, fused: bool) -> list[Pass]:
+    """From S to the weights: one pass, or one each of mask, softmax and dropout."""
+    scores, probs = once(S=stored.scores), once(P=stored.probs)
+    if fused:
+        written = (*probs, *once(dropped=stored.dropped))
+        return [Pass("P = softmax(S)", source, scores, written)]
+    passes = [Pass("mask", source, scores, scores)] if problem.mask.parts() else []
+    passes.append(Pass("P = softmax(S)", source, scores, probs))
+    if stored.dropped:
+        written = once(dropped=stored.dropped, drop_mask=stored.drop_mask)
+        passes.append(Pass("dropout", source, probs, written))
+    return passes
+
+
+def _present(**sizes: int) -> tuple[tuple[str, int], ...]:
+    return tuple((name, size) for name, size in sizes.items() if size)
 
 
 def naive_backward(
     problem: Problem, *, fused_softmax: bool = True, score_bytes: int | None = None
 ) -> Counts:
     """Algorithm 3, from stored probabilities; arguments as `naive_forward`."""
-    n, pairs, item = sizes(problem), _pairs(problem), problem.np_dtype.itemsize
-    dscores, probs = pairs * (score_bytes or item), pairs * item
-    drops = bool(problem.dropout_rate)
-    dropped = probs if drops else 0
-    drop_mask = pairs * _DROP_MASK_BYTES if drops and not fused_softmax else 0
-    flops, flops_v = 2 * pairs * problem.head_dim, 2 * pairs * problem.head_dim_v
-    weights = dict(dropped=dropped) if drops else dict(P=probs)
+    n, stored = sizes(problem), _stored(problem, fused_softmax, score_bytes)
+    ds, dp = dict(dS=stored.scores), dict(dP=stored.scores)
+    line = lambda i: f"algorithm 3, line {i}"
     passes = [
-        Pass(
-            "dV = P^T dO",
-            "algorithm 3, line 1",
-            once(**weights, dout=n.out),
-            once(dv=n.v),
-            (Product("dV = P^T dO", flops_v),),
-        ),
-        Pass(
-            "dP = dO V^T",
-            "algorithm 3, line 2",
-            once(dout=n.out, v=n.v),
-            once(dP=dscores),
-            (Product("dP = dO V^T", flops_v),),
-        ),
+        _multiply(problem, "dV = P^T dO", line(1), stored.weights | dict(dout=n.out), dict(dv=n.v)),
+        _multiply(problem, "dP = dO V^T", line(2), dict(dout=n.out, v=n.v), dp),
     ]
-    if drop_mask:
-        read = once(dP=dscores, drop_mask=drop_mask)
-        passes.append(Pass("dropout", "algorithm 3, line 3", read, once(dP=dscores)))
-    read = once(P=probs, dP=dscores, dropped=dropped if fused_softmax else 0)
+    if stored.drop_mask:
+        read = once(**dp, drop_mask=stored.drop_mask)
+        passes.append(Pass("dropout", line(3), read, once(**dp)))
+    read = once(P=stored.probs, **dp, dropped=stored.dropped if fused_softmax else 0)
     passes += [
-        Pass("dS = P (dP - rowsum)", "algorithm 3, line 3", read, once(dS=dscores)),
-        Pass(
-            "dQ = dS K",
-            "algorithm 3, line 4",
-            once(dS=dscores, k=n.k),
-            once(dq=n.q),
-            (Product("dQ = dS K", flops),),
-        ),
-        Pass(
-            "dK = dS^T Q",
-            "algorithm 3, line 5",
-            once(dS=dscores, q=n.q),
-            once(dk=n.k),
-            (Product("dK = dS^T Q", flops),),
-        ),
+        Pass("dS = P (dP - rowsum)", line(3), read, once(**ds)),
+        _multiply(problem, "dQ = dS K", line(4), ds | dict(k=n.k), dict(dq=n.q)),
+        _multiply(problem, "dK = dS^T Q", line(5), ds | dict(q=n.q), dict(dk=n.k)),
     ]
-    extra = dict(P=probs, dropped=dropped, drop_mask=drop_mask, dP=dscores, dS=dscores)
-    return Counts(tuple(passes), tuple(_present(extra)))
+    extra = dict(P=stored.probs, dropped=stored.dropped, drop_mask=stored.drop_mask)
+    return Counts(tuple(passes), _present(**extra, **dp, **ds))
 
 
 # --- the paper's tiles ---------------------------------------------------------------------------
@@ -272,26 +291,36 @@ def paper_blocks(problem: Problem, sram_bytes: int) -> tuple[int, int]:
     return min(block_kv, d), block_kv
 
 
-class _PaperWalk(NamedTuple):
-    """Sums over the paper's double loop, of all batch rows and query heads.
+class _PaperLoop(NamedTuple):
+    """The paper's double loop, summed over all batch rows and query heads.
 
     Attributes:
-      k, v: bytes of K and of V that the outer loop loads.
-      rows: queries that the inner loop loads.
+      keys: K and V, which the outer loop loads, each query head its own.
+      by_query: what the inner loop can move that has a row a query, by tensor.
       pairs: computed.
     """
 
-    k: int
-    v: int
-    rows: int
+    keys: tuple[Access, ...]
+    by_query: dict[str, Access]
     pairs: int
 
+    def tiles(self, *names: str) -> tuple[Access, ...]:
+        """These tensors, a tile for every step of the inner loop."""
+        return tuple(self.by_query[name] for name in names)
 
-def _paper_walk(problem: Problem, operands: Operands, sram_bytes: int) -> _PaperWalk:
+
+def _paper_loop(problem: Problem, operands: Operands, sram_bytes: int) -> _PaperLoop:
     block_q, block_kv = paper_blocks(problem, sram_bytes)
     walks = tile_walks(problem, operands, block_q, block_kv)
     n, group = sizes(problem), problem.q_per_kv
-    return _PaperWalk(k=n.k * group, v=n.v * group, rows=walks.sum_own, pairs=walks.pairs)
+    queries = problem.batch * problem.num_q_heads * problem.q_len
+    row, row_v = (d * problem.np_dtype.itemsize for d in (problem.head_dim, problem.head_dim_v))
+    rows = dict(q=row, dq=row, out=row_v, dout=row_v, l=FLOAT32_BYTES, m=FLOAT32_BYTES)
+    return _PaperLoop(
+        keys=(Access("k", n.k * group, n.k), Access("v", n.v * group, n.v)),
+        by_query={name: Access(name, walks.sum_own * r, queries * r) for name, r in rows.items()},
+        pairs=walks.pairs,
+    )
 
 
 def paper_forward(problem: Problem, operands: Operands = NO_OPERANDS, *, sram_bytes: int) -> Counts:
@@ -300,66 +329,45 @@ def paper_forward(problem: Problem, operands: Operands = NO_OPERANDS, *, sram_by
     The outer loop is over K_j and V_j, the inner over Q_i, O_i, l_i and m_i; tiles without a
     visible pair are skipped as in algorithm 5. Each query head reads its own K and V.
     """
-    n, walk = sizes(problem), _paper_walk(problem, operands, sram_bytes)
-    row, row_v = (d * problem.np_dtype.itemsize for d in (problem.head_dim, problem.head_dim_v))
-    tiled = lambda name, row_bytes, whole: Access(name, walk.rows * row_bytes, whole)
-    begin = Pass(
-        "O = 0, l = 0, m = -inf", "algorithm 1, line 2", (), once(out=n.out, l=n.lse, m=n.lse)
-    )
-    statistics = (tiled("l", FLOAT32_BYTES, n.lse), tiled("m", FLOAT32_BYTES, n.lse))
-    out = tiled("out", row_v, n.out)
-    loop = Pass(
-        "for K_j, V_j: for Q_i",
-        "algorithm 1, lines 5-15",
-        (
-            Access("k", walk.k, n.k),
-            Access("v", walk.v, n.v),
-            tiled("q", row, n.q),
-            out,
-            *statistics,
-        ),
-        (out, *statistics),
-        (
-            Product("S = Q K^T", 2 * walk.pairs * problem.head_dim),
-            Product("O = P V", 2 * walk.pairs * problem.head_dim_v),
+    n, loop = sizes(problem), _paper_loop(problem, operands, sram_bytes)
+    zeroed, results = once(out=n.out, l=n.lse, m=n.lse), loop.tiles("out", "l", "m")
+    passes = (
+        Pass("O = 0, l = 0, m = -inf", "algorithm 1, line 2", (), zeroed),
+        Pass(
+            "for K_j, V_j: for Q_i",
+            "algorithm 1, lines 5-15",
+            (*loop.keys, *loop.tiles("q"), *results),
+            results,
+            products(problem, loop.pairs, "S = Q K^T", "O = P V"),
         ),
     )
-    return Counts((begin, loop), (("l", n.lse), ("m", n.lse)))
+    return Counts(passes, (("l", n.lse), ("m", n.lse)))
 
 
 def paper_backward(
     problem: Problem, operands: Operands = NO_OPERANDS, *, sram_bytes: int
 ) -> Counts:
     """Algorithm 4: P is computed again from Q, K, l and m; arguments as `paper_forward`."""
-    n, walk = sizes(problem), _paper_walk(problem, operands, sram_bytes)
-    row, row_v = (d * problem.np_dtype.itemsize for d in (problem.head_dim, problem.head_dim_v))
-    flops, flops_v = 2 * walk.pairs * problem.head_dim, 2 * walk.pairs * problem.head_dim_v
-    tiled = lambda name, row_bytes, whole: Access(name, walk.rows * row_bytes, whole)
-    group = problem.q_per_kv
+    n, loop = sizes(problem), _paper_loop(problem, operands, sram_bytes)
     # A query head has its own dk and dv; those of a group are added up afterwards.
-    dk, dv = n.k * group, n.v * group
-    begin = Pass("dQ = dK = dV = 0", "algorithm 4, line 5", (), once(dq=n.q, dk=dk, dv=dv))
-    dq = tiled("dq", row, n.q)
-    loop = Pass(
-        "for K_j, V_j: for Q_i",
-        "algorithm 4, lines 6-24",
-        (
-            Access("k", walk.k, n.k),
-            Access("v", walk.v, n.v),
-            tiled("q", row, n.q),
-            tiled("out", row_v, n.out),
-            tiled("dout", row_v, n.out),
-            dq,
-            tiled("l", FLOAT32_BYTES, n.lse),
-            tiled("m", FLOAT32_BYTES, n.lse),
-        ),
-        (dq, *once(dk=dk, dv=dv)),
-        (
-            Product("S = Q K^T, again", flops),
-            Product("dV = P^T dO", flops_v),
-            Product("dP = dO V^T", flops_v),
-            Product("dQ = dS K", flops),
-            Product("dK = dS^T Q", flops),
+    own = once(dk=n.k * problem.q_per_kv, dv=n.v * problem.q_per_kv)
+    dq = loop.tiles("dq")
+    passes = (
+        Pass("dQ = dK = dV = 0", "algorithm 4, line 5", (), (*once(dq=n.q), *own)),
+        Pass(
+            "for K_j, V_j: for Q_i",
+            "algorithm 4, lines 6-24",
+            (*loop.keys, *loop.tiles("q", "out", "dout"), *dq, *loop.tiles("l", "m")),
+            (*dq, *own),
+            products(
+                problem,
+                loop.pairs,
+                "S = Q K^T, again",
+                "dV = P^T dO",
+                "dP = dO V^T",
+                "dQ = dS K",
+                "dK = dS^T Q",
+            ),
         ),
     )
-    return Counts((begin, loop), (("l", n.lse), ("m", n.lse)))
+    return Counts(passes, (("l", n.lse), ("m", n.lse)))

@@ -147,6 +147,4 @@ def _rearranged(problem: Problem) -> Launch | None:
 
 
 def _launch(one: io_kernels.Pass, *, blocks: int, streams: int, more: int = 0) -> Launch:
-    dram_bytes = sum(access.distinct for access in (*one.reads, *one.writes))
-    flops = sum(product.flops for product in one.products)
-    return Launch(flops, dram_bytes + more, blocks, streams)
+    return Launch(one.flops, one.distinct + more, blocks, streams)

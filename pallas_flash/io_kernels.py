@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_flash import masks, tuned
 from pallas_flash.config import ROW_TILE, BackwardConfig, DqConfig, ForwardConfig
-from pallas_flash.io_counts import FLOAT32_BYTES, Access, Counts, Pass, Product, Sizes, once, sizes
+from pallas_flash.io_counts import FLOAT32_BYTES, Access, Counts, Pass, Sizes, once, products, sizes
 from pallas_flash.problem import Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks
 
@@ -39,25 +39,16 @@ def known_ahead(problem: Problem) -> Problem:
     return dataclasses.replace(problem, mask=masks.And(parts))
 
 
-class _Rows(NamedTuple):
-    """Positions of all batch rows and heads, in whole groups of ROW_TILE."""
-
-    q: int
-    kv: int
-    lse: int
-
-
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _rows(problem: Problem) -> _Rows:
-    of_q = problem.batch * problem.num_q_heads
-    return _Rows(
-        q=of_q * _up(problem.q_len, ROW_TILE),
-        kv=problem.batch * problem.num_kv_heads * _up(problem.kv_len, ROW_TILE),
-        lse=of_q * _up(problem.q_len, STRIP),
-    )
+def kernel_sizes(problem: Problem, cut: Cut) -> Sizes:
+    """Bytes of the tensors as the kernels see them: positions in whole groups of ROW_TILE."""
+    q_len, kv_len = (_up(length, ROW_TILE) for length in (problem.q_len, problem.kv_len))
+    strips = problem.batch * problem.num_q_heads * _up(problem.q_len, STRIP)
+    wide = dataclasses.replace(padded(problem, cut), q_len=q_len, kv_len=kv_len)
+    return sizes(wide)._replace(lse=strips * FLOAT32_BYTES)
 
 
 def _walks(problem: Problem, operands: Operands, cut, **kwargs) -> Walks:
@@ -71,16 +62,6 @@ def _touched(walks: Walks, problem: Problem, heads: int) -> int:
         visited = visited.reshape(visited.shape[0], heads, -1, visited.shape[2]).any(2)
     rows = (visited * walks.own).sum()
     return int(rows) * (problem.batch // visited.shape[0]) * (heads // visited.shape[1])
-
-
-def _touched_keys(problem: Problem, operands: Operands, cut, *, at_least_one: bool) -> int:
-    """Keys that some q tile visits, of all batch rows and kv heads."""
-    by_kv = _walks(problem, operands, cut, by="kv")
-    if at_least_one:
-        by_q = _walks(problem, operands, cut)
-        nobody = (by_q.tiles == 0).any(-1)
-        by_kv.tiles[..., 0] += nobody
-    return _touched(by_kv, problem, problem.num_kv_heads)
 
 
 def _bias(problem: Problem, walks: Walks) -> tuple[Access, ...]:
@@ -112,25 +93,39 @@ def _copies(problem: Problem, cut: Cut, inputs: dict[str, str], results: dict[st
     return (Pass("padded and cut copies", source, reads, once(**{n: b for n, _, b in moves})),)
 
 
-def kernel_sizes(problem: Problem, cut: Cut) -> Sizes:
-    """Bytes of the tensors as the kernels see them."""
-    rows, item, wide = _rows(problem), problem.np_dtype.itemsize, padded(problem, cut)
-    return Sizes(
-        q=rows.q * wide.head_dim * item,
-        k=rows.kv * wide.head_dim * item,
-        v=rows.kv * wide.head_dim_v * item,
-        out=rows.q * wide.head_dim_v * item,
-        lse=rows.lse * FLOAT32_BYTES,
-    )
+class _OverKeys(NamedTuple):
+    """What a kernel does whose q tiles walk over keys: the forward, and the dq kernel.
+
+    Attributes:
+      keys: K and V, a tile for every visit.
+      bias: of the visited tiles, empty without.
+      pairs: in visited tiles.
+    """
+
+    keys: tuple[Access, ...]
+    bias: tuple[Access, ...]
+    pairs: int
 
 
-def _keys_read(wide: Problem, walks: Walks, keys: int) -> tuple[Access, ...]:
-    """K and V, a tile for every visit; `keys` of them are different ones."""
-    item = wide.np_dtype.itemsize
-    return tuple(
-        Access(name, walks.sum_across * d * item, keys * d * item)
+def _over_keys(
+    problem: Problem, operands: Operands, cut: ForwardConfig | DqConfig, wide: Problem
+) -> _OverKeys:
+    """Tiles of `cut`, head dims of `wide`; a q tile that sees nothing visits one tile."""
+    walks = _walks(problem, operands, cut, at_least_one=True)
+    distinct, item = _touched_keys(problem, operands, cut), problem.np_dtype.itemsize
+    keys = tuple(
+        Access(name, walks.sum_across * d * item, distinct * d * item)
         for name, d in (("k", wide.head_dim), ("v", wide.head_dim_v))
     )
+    pairs = walks.count * cut.block_q * cut.block_kv
+    return _OverKeys(keys, _bias(problem, walks), pairs)
+
+
+def _touched_keys(problem: Problem, operands: Operands, cut) -> int:
+    """Keys that some q tile visits, of all batch rows and kv heads."""
+    by_kv, by_q = _walks(problem, operands, cut, by="kv"), _walks(problem, operands, cut)
+    by_kv.tiles[..., 0] += (by_q.tiles == 0).any(-1)  # what sees nothing visits the first tile
+    return _touched(by_kv, problem, problem.num_kv_heads)
 
 
 def forward_kernel(
@@ -144,18 +139,14 @@ def forward_kernel(
       cut: the tiles; None: as tuned.
     """
     cut = cut or tuned.forward_of(problem)
-    walks, n = _walks(problem, operands, cut, at_least_one=True), kernel_sizes(problem, cut)
-    wide, pairs = padded(problem, cut), walks.count * cut.block_q * cut.block_kv
-    keys = _touched_keys(problem, operands, cut, at_least_one=True)
+    n, wide = kernel_sizes(problem, cut), padded(problem, cut)
+    over = _over_keys(problem, operands, cut, wide)
     return Pass(
         "forward",
         "kernels/sm90/forward.py",
-        (*once(q=n.q), *_keys_read(wide, walks, keys), *_bias(problem, walks)),
+        (*once(q=n.q), *over.keys, *over.bias),
         once(out=n.out, lse=n.lse),
-        (
-            Product("S = Q K^T", 2 * pairs * wide.head_dim),
-            Product("O = P V", 2 * pairs * wide.head_dim_v),
-        ),
+        products(wide, over.pairs, "S = Q K^T", "O = P V"),
     )
 
 
@@ -203,12 +194,7 @@ def backward_kernel(
     statistic_once = _touched_tiles(walks, problem) * cut.block_q * FLOAT32_BYTES
     blocks = problem.batch * problem.num_kv_heads * len(by_kv.own) * parts
     pairs = by_kv.count * cut.block_q * cut.block_kv
-    products = [
-        Product("S = Q K^T, again", 2 * pairs * wide.head_dim),
-        Product("dV = P^T dO", 2 * pairs * wide.head_dim_v),
-        Product("dP = dO V^T", 2 * pairs * wide.head_dim_v),
-        Product("dK = dS^T Q", 2 * pairs * wide.head_dim),
-    ]
+    made = ["S = Q K^T, again", "dV = P^T dO", "dP = dO V^T", "dK = dS^T Q"]
     adds, fetched = (), ()
     if make_dq:
         # A block adds dq one tile late, zeros before its first tile: one add more than tiles.
@@ -216,7 +202,7 @@ def backward_kernel(
         sums = _touched_tiles(walks, problem) * tile
         adds = (Access("dq sum", (by_kv.count + blocks) * tile, sums),)
         fetched = (Access("dq sum", 0, sums),)  # L2 adds: nothing comes back to a multiprocessor
-        products.append(Product("dQ = dS K", 2 * pairs * wide.head_dim))
+        made.append("dQ = dS K")
     return Pass(
         "dk, dv and sums of dq" if make_dq else "dk and dv",
         "kernels/sm90/backward.py",
@@ -231,7 +217,7 @@ def backward_kernel(
             *fetched,
         ),
         (*once(dk=parts * n.k, dv=parts * n.v), *adds),
-        tuple(products),
+        products(wide, pairs, *made),
     )
 
 
@@ -245,25 +231,14 @@ def dq_kernel(
 ) -> Pass:
     """kernels/sm90/backward_dq.py, of the deterministic backward: walks keys like the forward."""
     cut, fused = cut or tuned.dq_of(problem), tuned.backward_of(problem)  # whose arrays these are
-    walks, n = _walks(problem, operands, cut, at_least_one=True), kernel_sizes(problem, fused)
-    wide, pairs = padded(problem, fused), walks.count * cut.block_q * cut.block_kv
-    keys = _touched_keys(problem, operands, cut, at_least_one=True)
-    statistic = _rows(problem).lse * FLOAT32_BYTES
+    n, wide = kernel_sizes(problem, fused), padded(problem, fused)
+    over = _over_keys(problem, operands, cut, wide)
     return Pass(
         "dq",
         "kernels/sm90/backward_dq.py",
-        (
-            *once(q=n.q, dout=n.out),
-            *_keys_read(wide, walks, keys),
-            *once(lse=statistic, delta=statistic),
-            *_bias(problem, walks),
-        ),
+        (*once(q=n.q, dout=n.out), *over.keys, *once(lse=n.lse, delta=n.lse), *over.bias),
         once(dq=n.q),
-        (
-            Product("S = Q K^T, again", 2 * pairs * wide.head_dim),
-            Product("dP = dO V^T, again", 2 * pairs * wide.head_dim_v),
-            Product("dQ = dS K", 2 * pairs * wide.head_dim),
-        ),
+        products(wide, over.pairs, "S = Q K^T, again", "dP = dO V^T, again", "dQ = dS K"),
     )
 
 

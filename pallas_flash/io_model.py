@@ -21,6 +21,7 @@ from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, Walks, tile_walks, visible_pairs
 
 RESIDENT, BORDERLINE, STREAMING = "resident", "borderline", "streaming"
+NUM_SMS = hardware.SM90.num_sms  # each runs one block at a time
 
 
 # --- the least that any implementation can take --------------------------------------------------
@@ -72,35 +73,42 @@ def _residency(active_bytes: float, sharing: float, speeds: hardware.GpuSpeeds) 
     return Residency(round(active_bytes), max(sharing, 1.0), regime)
 
 
-def _span(walks: Walks, running: float, own_block: int, length: int) -> float:
-    """Positions across that `running` neighbouring rows of tiles walk over together."""
-    return min(length, int(walks.across.max()) + (running - 1) * own_block)
+def _at_once(heads: int, tiles: int, head_group: int) -> float:
+    """Heads whose blocks run at the same time: `tiles` blocks each, interleaved by groups."""
+    return min(heads, max(head_group, NUM_SMS / tiles))
+
+
+def _span(walks: Walks, heads: float, own_block: int, length: int) -> float:
+    """Positions across that the blocks of a head, neighbours of so many heads, walk together."""
+    return min(length, int(walks.across.max()) + (NUM_SMS / heads - 1) * own_block)
+
+
+def _position_bytes(problem: Problem, cut: io_kernels.Cut) -> int:
+    """A key in K and V, or a query in q and dout, as the kernels see them."""
+    wide = io_kernels.padded(problem, cut)
+    return (wide.head_dim + wide.head_dim_v) * problem.np_dtype.itemsize
 
 
 def forward_residency(
     problem: Problem,
     operands: Operands = NO_OPERANDS,
     speeds: hardware.GpuSpeeds = hardware.H200,
-    limits: hardware.GpuLimits = hardware.SM90,
 ) -> Residency:
     """K and V of the heads whose q tiles run at the same time, a block a multiprocessor."""
     cut = tuned.forward_of(problem)
     walks = tile_walks(problem, operands, cut.block_q, cut.block_kv)
-    pairs, q_tiles = problem.batch * problem.num_q_heads, len(walks.own)
-    group = min(cut.head_group, pairs) if problem.mask.parts() else 1
-    heads = min(pairs, max(group, limits.num_sms / q_tiles))
+    group = cut.head_group if problem.mask.parts() else 1
+    heads = _at_once(problem.batch * problem.num_q_heads, len(walks.own), group)
     kv_heads = max(1.0, heads / problem.q_per_kv)
-    keys = _span(walks, limits.num_sms / heads, cut.block_q, problem.kv_len)
-    wide = io_kernels.padded(problem, cut)
-    a_key = (wide.head_dim + wide.head_dim_v) * problem.np_dtype.itemsize
-    return _residency(kv_heads * keys * a_key, limits.num_sms / kv_heads, speeds)
+    keys = _span(walks, heads, cut.block_q, problem.kv_len)
+    shared = kv_heads * keys * _position_bytes(problem, cut)
+    return _residency(shared, NUM_SMS / kv_heads, speeds)
 
 
 def backward_residency(
     problem: Problem,
     operands: Operands = NO_OPERANDS,
     speeds: hardware.GpuSpeeds = hardware.H200,
-    limits: hardware.GpuLimits = hardware.SM90,
 ) -> Residency:
     """q, dout and the sums of dq of the heads whose kv tiles run at the same time.
 
@@ -113,32 +121,28 @@ def backward_residency(
     pairs, kv_tiles = problem.batch * problem.num_kv_heads * parts, len(walks.own)
     heads_a_share = problem.q_per_kv // parts
     is_grouped = heads_a_share > 1 and bool(problem.mask.parts())
-    group = min(cut.head_group, pairs) if is_grouped else 1
-    shares = min(pairs, max(group, limits.num_sms / kv_tiles))
+    shares = _at_once(pairs, kv_tiles, cut.head_group if is_grouped else 1)
     is_even = walks.tiles.mean() > 0.9 * walks.tiles.max()
     heads = shares * (1 if is_even else heads_a_share)
-    queries = _span(walks, limits.num_sms / shares, cut.block_kv, problem.q_len)
-    wide = io_kernels.padded(problem, cut)
-    a_query = (wide.head_dim + wide.head_dim_v) * problem.np_dtype.itemsize
-    a_query += wide.head_dim * io_counts.FLOAT32_BYTES
-    residency = _residency(heads * queries * a_query, limits.num_sms / heads, speeds)
+    queries = _span(walks, shares, cut.block_kv, problem.q_len)
+    dq_bytes = cut.padded(problem.head_dim) * io_counts.FLOAT32_BYTES
+    a_query = _position_bytes(problem, cut) + dq_bytes
+    residency = _residency(heads * queries * a_query, NUM_SMS / heads, speeds)
     if problem.mask.parts() or residency.regime == STREAMING:
         return residency
     a_share = heads_a_share * problem.q_len * a_query
-    again = _shares_again(pairs, kv_tiles, a_share, speeds, limits) * a_share
+    again = _shares_again(pairs, kv_tiles, a_share, speeds) * a_share
     return residency._replace(again_bytes=again)
 
 
-def _shares_again(
-    pairs: int, kv_tiles: int, a_share: int, speeds: hardware.GpuSpeeds, limits: hardware.GpuLimits
-) -> int:
+def _shares_again(pairs: int, kv_tiles: int, a_share: int, speeds: hardware.GpuSpeeds) -> int:
     """Shares that two waves of equally long blocks have a part in, where L2 cannot hold a wave.
 
     By the time the second wave begins with what the first one began with, that is gone.
     """
-    if max(1.0, limits.num_sms / kv_tiles) * a_share <= speeds.l2_bytes:
+    if max(1.0, NUM_SMS / kv_tiles) * a_share <= speeds.l2_bytes:
         return 0
-    ends = range(limits.num_sms, pairs * kv_tiles, limits.num_sms)
+    ends = range(NUM_SMS, pairs * kv_tiles, NUM_SMS)
     return sum(end % kv_tiles != 0 for end in ends)
 
 
@@ -240,11 +244,10 @@ def _paper(
     count = io_counts.paper_backward if backward else io_counts.paper_forward
     counts = count(problem, operands, sram_bytes=sram)
     # As the paper parallelises: a (batch row, head) for each multiprocessor, nothing shared.
-    heads = min(problem.batch * problem.num_q_heads, hardware.SM90.num_sms)
-    again = sum(a.distinct for a in counts.passes[1].reads) // (problem.batch * problem.num_q_heads)
-    residency = _residency(heads * again, 1.0, speeds)
-    d, item = max(problem.head_dim, problem.head_dim_v), problem.np_dtype.itemsize
     heads = problem.batch * problem.num_q_heads
+    again = sum(a.distinct for a in counts.passes[1].reads) // heads
+    residency = _residency(min(heads, NUM_SMS) * again, 1.0, speeds)
+    d, item = max(problem.head_dim, problem.head_dim_v), problem.np_dtype.itemsize
     closed = heads * item * problem.q_len * problem.kv_len * d * d // (sram // item)
     return Estimate("paper", backward, counts, dram(counts, residency), residency, closed)
 

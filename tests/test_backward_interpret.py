@@ -13,6 +13,7 @@ from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward, backward_common, backward_keys, backward_roles
 from pallas_flash.kernels.sm90.call import Extras
 from tests.races import MISSING_WAIT, races_raise
+from tests.spoiled import spoiled
 
 KEYS_64 = BackwardConfig(block_q=128)
 KEYS_128 = BackwardConfig(block_q=64)
@@ -217,18 +218,6 @@ def _arrays(case: Case) -> Arrays:
     return Arrays(*low, lse, delta, scale, (dq, dk, dv))
 
 
-def _spoil(x: np.ndarray, lengths) -> np.ndarray:
-    """NaN and Inf behind the lengths."""
-    x = x.copy()
-    for row, length in zip(x, lengths or (), strict=bool(lengths)):
-        row[length::2], row[length + 1 :: 2] = np.nan, np.inf
-    return x
-
-
-def _pad(x: np.ndarray) -> jax.Array:
-    return jnp.pad(jnp.asarray(x), ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
-
-
 def _run(case: Case, arrays: Arrays):
     """dq, dk, dv as NumPy float64, without padding."""
     f32 = lambda x: jnp.asarray(x, jnp.float32)
@@ -238,10 +227,10 @@ def _run(case: Case, arrays: Arrays):
         row[:, length:] = np.nan
     with races_raise():
         *grads, dbias = backward.flash_backward(
-            _pad(_spoil(arrays.q, case.query_lengths)),
-            _pad(_spoil(arrays.k, case.kv_lengths)),
-            _pad(_spoil(arrays.v, case.kv_lengths)),
-            _pad(_spoil(arrays.dout, case.query_lengths)),
+            spoiled(arrays.q, case.query_lengths),
+            spoiled(arrays.k, case.kv_lengths),
+            spoiled(arrays.v, case.kv_lengths),
+            spoiled(arrays.dout, case.query_lengths),
             f32(arrays.lse),
             f32(delta),
             f32(arrays.scale),

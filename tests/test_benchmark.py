@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import pytest
 
@@ -19,6 +20,17 @@ def test_a_shape_is_checked_and_timed(shape):
     assert max(ours["relative_errors"]) < 1e-5
     assert ours["forward_ms"] > 0 and peer["forward_wall_ms"] > 0
     assert ("backward_ms" in ours) == (shape.queries is None)
+
+
+@pytest.mark.parametrize("call_s, calls", [(2**-2, 10), (2**-10, 52), (2**-20, 300)])
+def test_short_calls_are_timed_for_50_ms(call_s, calls, monkeypatch):
+    ends = [0.0]
+    clock = types.SimpleNamespace(perf_counter=lambda: ends[-1])
+    monkeypatch.setattr(benchmark, "time", clock)
+    first = 3  # warm-ups, which take longer and do not count
+    takes = lambda: call_s if len(ends) > first else 1.0
+    told = benchmark.wall_times(lambda: ends.append(ends[-1] + takes()))
+    assert told == call_s * 1e3 and len(ends) - 1 - first == calls
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):

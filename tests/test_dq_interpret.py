@@ -13,6 +13,7 @@ from pallas_flash.kernels.sm90 import backward_dq
 from pallas_flash.kernels.sm90.call import Extras
 from tests import test_backward_interpret as fused
 from tests.races import races_raise
+from tests.spoiled import spoiled
 
 TWO = DqConfig(compute_wgs=2, block_kv=64, k_stages=3, v_stages=2)
 WIDE = DqConfig(compute_wgs=2, block_kv=128, k_stages=2, v_stages=2)
@@ -53,10 +54,10 @@ def _run(case: fused.Case, arrays: fused.Arrays, window=None, **options) -> np.n
     i32 = lambda x: None if x is None else jnp.asarray(x, jnp.int32)
     with races_raise():
         dq = backward_dq.flash_backward_dq(
-            fused._pad(fused._spoil(arrays.q, case.query_lengths)),
-            fused._pad(fused._spoil(arrays.k, case.kv_lengths)),
-            fused._pad(fused._spoil(arrays.v, case.kv_lengths)),
-            fused._pad(fused._spoil(arrays.dout, case.query_lengths)),
+            spoiled(arrays.q, case.query_lengths),
+            spoiled(arrays.k, case.kv_lengths),
+            spoiled(arrays.v, case.kv_lengths),
+            spoiled(arrays.dout, case.query_lengths),
             f32(arrays.lse),
             f32(arrays.delta),
             f32(arrays.scale),

@@ -15,6 +15,7 @@ import pallas_flash
 import pallas_flash.linen
 import pallas_flash.nnx
 from pallas_flash import dispatch
+from tests.flax_checks import assert_differ, assert_near, fast_jit
 
 B, T, FEATURES, HEADS, HEAD_DIM = 2, 10, 16, 4, 4
 ADAPTERS = {
@@ -36,15 +37,6 @@ def _qkv(heads=HEADS, q_len=T):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def _close(a, b, tolerance=3e-6):
-    close = lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
-    jax.tree.map(close, a, b)
-
-
-def _differ(a, b):
-    assert np.max(np.abs(np.asarray(a) - np.asarray(b))) > 1e-3
-
-
 def _dense(query, key, value, mask=True, bias=0.0):
     """What Flax's own functions compute, in NumPy: it compiles nothing."""
     query, key, value = (np.asarray(x) for x in (query, key, value))
@@ -55,15 +47,10 @@ def _dense(query, key, value, mask=True, bias=0.0):
     return np.einsum("...hqk,...khd->...qhd", weights, value)
 
 
-def _fast(fn):
-    """jit for a test: compiled in a hurry."""
-    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def _value_and_grads(apply, params, x):
     cotangent = jax.random.normal(jax.random.key(7), x.shape)
     loss = lambda params, x: jnp.sum(apply(params, x) * cotangent)
-    return _fast(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
+    return fast_jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
 
 
 def test_linen_swap_gives_the_values_and_gradients_of_linen():
@@ -73,7 +60,7 @@ def test_linen_swap_gives_the_values_and_gradients_of_linen():
     params = own.init(jax.random.key(0), x)
     mask = nn.make_causal_mask(x[..., 0])
     want = _value_and_grads(lambda p, x: own.apply(p, x, mask=mask), params, x)
-    _close(_value_and_grads(ours.apply, params, x), want, 2e-5)
+    assert_near(_value_and_grads(ours.apply, params, x), want, 2e-5)
 
 
 def test_nnx_swap_gives_the_values_and_gradients_of_nnx():
@@ -87,7 +74,7 @@ def test_nnx_swap_gives_the_values_and_gradients_of_nnx():
         apply = lambda state, x, graph=graph: nnx.merge(graph, state)(x, is_causal=True)
         value, (grads, dx) = _value_and_grads(apply, state, x)
         results.append((value, nnx.to_pure_dict(grads), dx))
-    _close(results[1], results[0], 2e-5)
+    assert_near(results[1], results[0], 2e-5)
 
 
 @both
@@ -106,7 +93,7 @@ def test_linen_passes_the_mask_through_a_partial():
     out = module.apply(params, x, mask=mask[None, None, None])
     own = nn.MultiHeadDotProductAttention(num_heads=HEADS)
     both_masks = nn.make_causal_mask(x[..., 0]) * mask
-    _close(out, own.apply(params, x, mask=both_masks))
+    assert_near(out, own.apply(params, x, mask=both_masks))
 
 
 @both
@@ -122,19 +109,19 @@ def test_masks_as_flax_makes_them(library, kind):
         ),
         "bool": lambda: nn.make_causal_mask(tokens, dtype=jnp.bool_),
     }[kind]()
-    _close(fn(*_qkv(), mask=mask), _dense(*_qkv(), mask=mask))
+    assert_near(fn(*_qkv(), mask=mask), _dense(*_qkv(), mask=mask))
 
 
 @both
 def test_bias_and_more_batch_axes(library):
     fn, _ = ADAPTERS[library]
     bias = np.random.default_rng(3).normal(size=(1, HEADS, T, T)).astype(np.float32)
-    _close(fn(*_qkv(), bias=bias), _dense(*_qkv(), bias=bias))
+    assert_near(fn(*_qkv(), bias=bias), _dense(*_qkv(), bias=bias))
     mask = np.random.default_rng(4).random((B, 1, T, T)) < 0.8
     mask |= np.eye(T, dtype=bool)
     want = _dense(*_qkv(), mask=mask)
-    _close(fn(*[x[:, None] for x in _qkv()], mask=mask[:, None])[:, 0], want)
-    _close(fn(*[x[0] for x in _qkv()], mask=mask[0]), want[0])
+    assert_near(fn(*[x[:, None] for x in _qkv()], mask=mask[:, None])[:, 0], want)
+    assert_near(fn(*[x[0] for x in _qkv()], mask=mask[0]), want[0])
 
 
 @both
@@ -143,10 +130,10 @@ def test_dropout(library):
     plain = ADAPTERS[library][0](*_qkv())
     rng, other = jax.random.split(jax.random.key(5))
     dropped = fn(dropout_rng=rng, broadcast_dropout=False)
-    _close(fn(dropout_rng=rng, deterministic=True), plain)
-    _differ(dropped, plain)
-    _differ(dropped, fn(dropout_rng=other, broadcast_dropout=False))
-    _differ(dropped, fn(dropout_rng=rng, broadcast_dropout=True))
+    assert_near(fn(dropout_rng=rng, deterministic=True), plain)
+    assert_differ(dropped, plain)
+    assert_differ(dropped, fn(dropout_rng=other, broadcast_dropout=False))
+    assert_differ(dropped, fn(dropout_rng=rng, broadcast_dropout=True))
     with pytest.raises(ValueError, match="dropout_rng"):
         fn()
 
@@ -156,7 +143,7 @@ def test_one_pattern_where_dropout_is_broadcast(library):
     query, key, value = (np.broadcast_to(x[:1, :, :1], x.shape) for x in map(np.asarray, _qkv()))
     fn = functools.partial(ADAPTERS[library][0], query, key, value, dropout_rate=0.5)
     out = fn(dropout_rng=jax.random.key(0))  # Flax's default broadcasts
-    _close(out, np.broadcast_to(out[:1, :, :1], out.shape))
+    assert_near(out, np.broadcast_to(out[:1, :, :1], out.shape))
 
 
 @both
@@ -234,20 +221,20 @@ def test_every_option_of_ours_reaches_the_call(library, option):
     fn, _ = ADAPTERS[library]
     options = OPTIONS[option]
     out = functools.partial(fn, **options)(*_qkv())
-    _close(out, pallas_flash.dot_product_attention(*_qkv(), **options), 1e-7)
-    _differ(out, fn(*_qkv()))
+    assert_near(out, pallas_flash.dot_product_attention(*_qkv(), **options), 1e-7)
+    assert_differ(out, fn(*_qkv()))
 
 
 @both
 def test_options_without_a_value_of_their_own_reach_the_call(library):
     fn, _ = ADAPTERS[library]
     aligned = functools.partial(fn, *_qkv(q_len=4), is_causal=True)
-    _differ(aligned(causal_alignment="bottom_right"), aligned())
+    assert_differ(aligned(causal_alignment="bottom_right"), aligned())
     with pytest.raises(ValueError, match="implementation"):
         fn(*_qkv(), implementation="triton")
     with pytest.raises(TypeError, match="deterministic_backward"):
         fn(*_qkv(), deterministic_backward="yes")
-    _close(fn(*_qkv(heads=2)), pallas_flash.dot_product_attention(*_qkv(heads=2)), 1e-7)
+    assert_near(fn(*_qkv(heads=2)), pallas_flash.dot_product_attention(*_qkv(heads=2)), 1e-7)
 
 
 def test_decode_of_linens_own_module_with_the_swap():
@@ -256,11 +243,11 @@ def test_decode_of_linens_own_module_with_the_swap():
     module = nn.MultiHeadDotProductAttention(**fields, decode=True)
     variables = module.init(jax.random.key(0), x)
     whole = nn.MultiHeadDotProductAttention(**fields).apply({"params": variables["params"]}, x)
-    step = _fast(functools.partial(module.apply, mutable=["cache"]))
+    step = fast_jit(functools.partial(module.apply, mutable=["cache"]))
     for t in range(4):
         out, cache = step(variables, x[:, t : t + 1])
         variables = {**variables, **cache}
-        _close(out[:, 0], whole[:, t])
+        assert_near(out[:, 0], whole[:, t])
 
 
 def test_decode_of_nnxs_own_module_with_the_swap():
@@ -272,7 +259,7 @@ def test_decode_of_nnxs_own_module_with_the_swap():
     module.init_cache(x.shape)
     step = nnx.jit(lambda module, x: module(x, is_causal=True))
     for t in range(4):
-        _close(step(module, x[:, t : t + 1])[:, 0], whole[:, t])
+        assert_near(step(module, x[:, t : t + 1])[:, 0], whole[:, t])
 
 
 @both
@@ -292,10 +279,10 @@ def test_rope_as_nnx_does_it():
     rope = nnx.RoPE(embedding_size=HEAD_DIM, max_seq_len=2 * T)
     fn = functools.partial(pallas_flash.nnx.attention_fn, *_qkv(), rope=rope, is_causal=True)
     want = nnx.dot_product_attention_with_rope(*_qkv(), rope=rope, is_causal=True)
-    _close(fn(), want)
-    _close(fn(input_positions=jnp.arange(T)), want)
-    _close(fn(input_positions=jnp.arange(T) + jnp.array([[3], [9]])), want, 1e-5)  # relative
-    _differ(fn(input_positions=2 * jnp.arange(T)), want)
+    assert_near(fn(), want)
+    assert_near(fn(input_positions=jnp.arange(T)), want)
+    assert_near(fn(input_positions=jnp.arange(T) + jnp.array([[3], [9]])), want, 1e-5)  # relative
+    assert_differ(fn(input_positions=2 * jnp.arange(T)), want)
 
 
 def test_input_positions_without_rope_and_rope_without_positions_raise():
@@ -317,7 +304,7 @@ def test_rope_in_a_decode_step_takes_the_position_it_is_told():
         input_positions=jnp.array([6]),
         mask=(jnp.arange(T) <= 6)[None, None, None],
     )
-    _close(step[:, 0], whole[:, 6])
+    assert_near(step[:, 0], whole[:, 6])
 
 
 # On a GPU: what the README promises for its swap, read from the lowered program.

@@ -12,6 +12,7 @@ from pallas_flash.config import ForwardConfig
 from pallas_flash.kernels.sm90 import forward, mma, tiles
 from pallas_flash.kernels.sm90.call import Extras
 from tests.races import MISSING_WAIT, races_raise
+from tests.spoiled import spoiled
 
 TWO_OVERLAPPED = ForwardConfig(compute_wgs=2, block_kv=64, q_stages=2)
 THREE_IN_TURN = ForwardConfig(
@@ -45,11 +46,6 @@ class Case:
     def batch(self) -> int:
         lengths = self.kv_lengths or self.query_lengths
         return 1 if lengths is None else len(lengths)
-
-
-def pad_rows(x, value=0.0):
-    """Rows up to the next multiple of 8, as the caller of the kernel pads them."""
-    return np.pad(x, [(0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)], constant_values=value)
 
 
 def make_inputs(case: Case):
@@ -95,17 +91,6 @@ def mask_values(case: Case, b: int) -> masks.MaskValues:
     )
 
 
-def spoil(x, lengths):
-    """NaN and Inf in the rows at and past each length."""
-    if lengths is None:
-        return x
-    x = x.copy()
-    for b, length in enumerate(lengths):
-        x[b, length:] = np.nan
-        x[b, length + 1 :: 2] = np.inf
-    return x
-
-
 def run(case: Case, config: ForwardConfig, num_sms: int = 2):
     """Kernel and reference; checks that nothing is NaN before anything is compared."""
     q, k, v, scale = make_inputs(case)
@@ -113,9 +98,9 @@ def run(case: Case, config: ForwardConfig, num_sms: int = 2):
     int32 = lambda x: None if x is None else jnp.asarray(x, jnp.int32)
     with races_raise():
         out, lse = forward.flash_forward(
-            jnp.asarray(pad_rows(spoil(q, case.query_lengths))),
-            jnp.asarray(pad_rows(spoil(k, case.kv_lengths))),
-            jnp.asarray(pad_rows(spoil(v, case.kv_lengths))),
+            spoiled(q, case.query_lengths),
+            spoiled(k, case.kv_lengths),
+            spoiled(v, case.kv_lengths),
             jnp.asarray(scale),
             mask=case.mask,
             q_len=case.q_len,

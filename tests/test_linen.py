@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_flash.linen import MultiHeadAttention, MultiHeadDotProductAttention, attention_fn
+from tests.flax_checks import assert_differ, assert_near, fast_jit
 
 B, T, FEATURES, HEADS = 2, 10, 16, 4
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, FEATURES)), jnp.float32)
@@ -27,22 +28,8 @@ def _init(module):
     return {**jax.tree.map(zeros, shapes), "params": params}
 
 
-def _fast(fn):
-    """jit for a test: compiled in a hurry."""
-    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def _stepper(module):
-    return _fast(functools.partial(module.apply, mutable=["cache"]))
-
-
-def _close(a, b, tolerance=3e-6):
-    close = lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
-    jax.tree.map(close, a, b)
-
-
-def _differ(a, b):
-    assert np.max(np.abs(np.asarray(a) - np.asarray(b))) > 1e-3
+    return fast_jit(functools.partial(module.apply, mutable=["cache"]))
 
 
 def _causal_mask():
@@ -76,7 +63,7 @@ def test_a_checkpoint_of_linen_loads_and_gives_the_same_output(fields):
     got = ours.apply(params, X)
     assert got.dtype == want.dtype
     tolerance = 2e-2 if jnp.bfloat16 in fields.values() else 3e-6
-    _close(np.float32(got), np.float32(want), tolerance)
+    assert_near(np.float32(got), np.float32(want), tolerance)
 
 
 def test_names_in_a_parent_are_those_of_linen():
@@ -108,9 +95,9 @@ def test_gradients_under_remat_are_those_of_linen():
     ours = nn.remat(MultiHeadDotProductAttention)(num_heads=HEADS, is_causal=True)
     params = _init(own)
     loss = lambda apply: lambda params, x: jnp.sum(jnp.sin(apply(params, x)))
-    grads = lambda apply: _fast(jax.grad(loss(apply), argnums=(0, 1)))(params, X)
+    grads = lambda apply: fast_jit(jax.grad(loss(apply), argnums=(0, 1)))(params, X)
     want = grads(functools.partial(own.apply, mask=_causal_mask()))
-    _close(grads(ours.apply), want, 2e-5)
+    assert_near(grads(ours.apply), want, 2e-5)
 
 
 def _repeat_kv_heads(params, times):
@@ -123,7 +110,7 @@ def test_grouped_heads_equal_repeated_heads():
     params = _init(grouped)
     assert params["params"]["key"]["kernel"].shape == (FEATURES, 2, FEATURES // HEADS)
     full = MultiHeadDotProductAttention(num_heads=HEADS, is_causal=True)
-    _close(full.apply(_repeat_kv_heads(params, 2), X), grouped.apply(params, X))
+    assert_near(full.apply(_repeat_kv_heads(params, 2), X), grouped.apply(params, X))
 
 
 SLOPES = (2.0, 1.0, 0.5, 0.25)
@@ -161,7 +148,7 @@ def _plain():
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_argument_changes_the_output(call):
     module, params, plain = _plain()
-    _differ(module.apply(params, X, **CALLS[call]), plain)
+    assert_differ(module.apply(params, X, **CALLS[call]), plain)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -170,7 +157,7 @@ def test_every_field_changes_the_output(field):
     changed = module.clone(**FIELDS[field])
     if field == "use_sinks":
         params = {"params": {**params["params"], "sinks": np.ones(HEADS, np.float32)}}
-    _differ(changed.apply(params, X), plain)
+    assert_differ(changed.apply(params, X), plain)
 
 
 def test_all_together_reach_attention_fn_as_they_are():
@@ -211,14 +198,14 @@ def test_dropout():
     module = MultiHeadDotProductAttention(num_heads=HEADS, dropout_rate=0.5)
     rngs = {"dropout": jax.random.key(1)}
     apply = functools.partial(module.apply, params, X)
-    _close(apply(deterministic=True), plain)
-    _close(module.clone(deterministic=True).apply(params, X), plain)
-    _differ(apply(deterministic=False, rngs=rngs), plain)
-    _differ(
+    assert_near(apply(deterministic=True), plain)
+    assert_near(module.clone(deterministic=True).apply(params, X), plain)
+    assert_differ(apply(deterministic=False, rngs=rngs), plain)
+    assert_differ(
         apply(deterministic=False, dropout_rng=jax.random.key(2)),
         apply(deterministic=False, rngs=rngs),
     )
-    _differ(
+    assert_differ(
         module.clone(broadcast_dropout=False).apply(params, X, deterministic=False, rngs=rngs),
         apply(deterministic=False, rngs=rngs),
     )
@@ -253,7 +240,7 @@ def test_decode_equals_one_causal_pass(fields, chunks):
         out, changed = step({"params": variables["params"], "cache": cache}, part)
         cache = changed["cache"]
         outs.append(out)
-    _close(np.concatenate(outs, axis=1), want)
+    assert_near(np.concatenate(outs, axis=1), want)
     assert cache["cache_index"] == T
 
 
@@ -269,10 +256,10 @@ def test_decode_takes_lengths_and_segments_of_the_cache():
     _, cache = step(variables, X[:, :7], query_segment_ids=ids[:, :7], **calls)
     variables = {**variables, **cache}
     out, _ = step(variables, X[:, 7:8], query_segment_ids=ids[:, 7:8], **calls)
-    _close(out, want[:, 7:8])
+    assert_near(out, want[:, 7:8])
     hidden, _ = step(variables, X[:, 7:8], key_value_seq_lengths=np.array([7, 7]))
     masked, _ = step(variables, X[:, 7:8], mask=(np.arange(T) < 7)[None, None, None])
-    _close(hidden, masked)
+    assert_near(hidden, masked)
 
 
 def test_the_cache_is_linens():
@@ -286,7 +273,7 @@ def test_the_cache_is_linens():
         want = {**variables, **changed}
         got_out, changed = ours(got, X[:, t : t + 1])
         got = {**variables, **changed}
-        _close((got_out, got), (want_out, want))
+        assert_near((got_out, got), (want_out, want))
 
 
 def test_errors_of_decode():

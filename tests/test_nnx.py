@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from pallas_flash.nnx import MultiHeadAttention, attention_fn
+from tests.flax_checks import assert_differ, assert_near, fast_jit
 
 B, T, FEATURES, HEADS = 2, 10, 16, 4
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, FEATURES)), jnp.float32)
@@ -29,20 +30,6 @@ def _make(cls=MultiHeadAttention, **options):
     if getattr(module, "rngs", None) is not None:
         module.rngs = nnx.Rngs(0).dropout.fork()
     return module
-
-
-def _fast(fn):
-    """jit for a test: compiled in a hurry."""
-    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def _close(a, b, tolerance=3e-6):
-    close = lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
-    jax.tree.map(close, a, b)
-
-
-def _differ(a, b):
-    assert np.max(np.abs(np.asarray(a) - np.asarray(b))) > 1e-3
 
 
 def test_every_argument_of_nnx_is_kept():
@@ -75,14 +62,14 @@ def test_a_state_of_nnx_loads_and_gives_the_same_output(options):
     want, got = own(X, is_causal=True), ours(X)
     assert got.dtype == want.dtype
     tolerance = 2e-2 if jnp.bfloat16 in options.values() else 3e-6
-    _close(np.float32(got), np.float32(want), tolerance)
+    assert_near(np.float32(got), np.float32(want), tolerance)
 
 
 def test_the_same_seed_gives_the_parameters_of_nnx():
     state = lambda cls: nnx.to_pure_dict(
         nnx.state(cls(2, 4, decode=False, rngs=nnx.Rngs(0)), nnx.Param)
     )
-    _close(state(MultiHeadAttention), state(nnx.MultiHeadAttention), 0)
+    assert_near(state(MultiHeadAttention), state(nnx.MultiHeadAttention), 0)
 
 
 def test_parameters_stay_float32_where_the_work_is_bfloat16():
@@ -98,7 +85,7 @@ def test_grouped_heads_equal_repeated_heads():
         few, many = getattr(grouped, name), getattr(full, name)
         many.kernel[...] = np.repeat(few.kernel[...], 2, axis=-2)
         many.bias[...] = np.repeat(few.bias[...], 2, axis=-2)
-    _close(full(X), grouped(X))
+    assert_near(full(X), grouped(X))
 
 
 def test_split_merge_jit_and_remat():
@@ -106,10 +93,10 @@ def test_split_merge_jit_and_remat():
     graph, state = nnx.split(module)
     loss = lambda module, x: jnp.sum(jnp.sin(module(x)))
     merged = lambda loss: lambda state, x: loss(nnx.merge(graph, state), x)
-    plain = _fast(jax.value_and_grad(merged(loss)))(state, X)
-    remat = _fast(jax.value_and_grad(merged(nnx.remat(loss))))(state, X)
-    _close(jax.tree.leaves(remat), jax.tree.leaves(plain))
-    _close(nnx.jit(loss)(module, X), plain[0])
+    plain = fast_jit(jax.value_and_grad(merged(loss)))(state, X)
+    remat = fast_jit(jax.value_and_grad(merged(nnx.remat(loss))))(state, X)
+    assert_near(jax.tree.leaves(remat), jax.tree.leaves(plain))
+    assert_near(nnx.jit(loss)(module, X), plain[0])
 
 
 SLOPES = (2.0, 1.0, 0.5, 0.25)
@@ -144,12 +131,12 @@ def _plain():
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_argument_changes_the_output(call):
-    _differ(_make()(X, **CALLS[call]), _plain())
+    assert_differ(_make()(X, **CALLS[call]), _plain())
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_changes_the_output(option):
-    _differ(_make(**OPTIONS[option])(X), _plain())
+    assert_differ(_make(**OPTIONS[option])(X), _plain())
 
 
 def test_all_together_reach_attention_fn_as_they_are():
@@ -185,27 +172,27 @@ def test_other_options_reach_the_call():
 
 def test_the_call_overrides_the_module():
     module = _make(is_causal=True)
-    _close(module(X, is_causal=False), _plain())
-    _differ(module(X), _plain())
+    assert_near(module(X, is_causal=False), _plain())
+    assert_differ(module(X), _plain())
 
 
 def test_dropout():
     module = _make(dropout_rate=0.5)
-    _close(module(X, deterministic=True), _plain())
+    assert_near(module(X, deterministic=True), _plain())
     drop = functools.partial(module, X, deterministic=False)
     first = drop(rngs=nnx.Rngs(1))
-    _differ(first, _plain())
-    _close(drop(rngs=nnx.Rngs(1)), first)
-    _differ(drop(rngs=nnx.Rngs(2)), first)
-    _differ(drop(), drop())  # the module's own rngs move on
-    _differ(
+    assert_differ(first, _plain())
+    assert_near(drop(rngs=nnx.Rngs(1)), first)
+    assert_differ(drop(rngs=nnx.Rngs(2)), first)
+    assert_differ(drop(), drop())  # the module's own rngs move on
+    assert_differ(
         _make(dropout_rate=0.5, broadcast_dropout=False)(X, deterministic=False, rngs=nnx.Rngs(1)),
         first,
     )
     module.eval()
-    _close(module(X), _plain())
+    assert_near(module(X), _plain())
     module.train()
-    _close(module(X, rngs=nnx.Rngs(1)), first)
+    assert_near(module(X, rngs=nnx.Rngs(1)), first)
     with pytest.raises(ValueError, match="deterministic=True or False"):
         _make(dropout_rate=0.5)(X)
     with pytest.raises(ValueError, match="needs rngs"):
@@ -230,7 +217,7 @@ def test_decode_equals_one_causal_pass(options, chunks):
     assert module.cached_key.shape == (B, T, options.get("num_kv_heads", HEADS), 4)
     graph, state = nnx.split(module)
 
-    @_fast
+    @fast_jit
     def step(state, x):
         module = nnx.merge(graph, state)
         return module(x, decode=True), nnx.state(module)
@@ -239,7 +226,7 @@ def test_decode_equals_one_causal_pass(options, chunks):
     for part in np.split(np.asarray(X), np.cumsum(chunks)[:-1], axis=1):
         out, state = step(state, part)
         outs.append(out)
-    _close(np.concatenate(outs, axis=1), want, 1e-5)
+    assert_near(np.concatenate(outs, axis=1), want, 1e-5)
     assert state["cache_index"][...] == T
 
 
@@ -249,7 +236,7 @@ def test_decode_with_a_cache_of_another_dtype():
     assert module(X[:, :5]).dtype == jnp.bfloat16
     module.init_cache(X.shape, jnp.bfloat16)
     out = module(X[:, :5])
-    _close(np.float32(out), np.float32(module(X, decode=False)[:, :5]), 2e-2)
+    assert_near(np.float32(out), np.float32(module(X, decode=False)[:, :5]), 2e-2)
 
 
 def test_the_cache_is_that_of_nnx():
@@ -257,9 +244,9 @@ def test_the_cache_is_that_of_nnx():
     for module in (own, ours):
         module.init_cache(X.shape)
     for t in range(2):
-        _close(ours(X[:, t : t + 1]), own(X[:, t : t + 1]))
+        assert_near(ours(X[:, t : t + 1]), own(X[:, t : t + 1]))
     caches = [nnx.to_pure_dict(nnx.state(m, nnx.Cache)) for m in (ours, own)]
-    _close(*caches)
+    assert_near(*caches)
 
 
 def test_errors_of_decode():

@@ -1,7 +1,9 @@
 """A sequence split over devices gives what one device gives: values, gradients, dropout, memory."""
 
 import contextlib
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,86 +65,84 @@ SEGMENTS = dict(query_segment_ids=jnp.asarray(IDS), key_value_segment_ids=jnp.as
 LENGTHS = dict(query_seq_lengths=jnp.array([13, 29]), key_value_seq_lengths=jnp.array([30, 9]))
 KEY = dict(dropout_rng=jax.random.key_data(jax.random.key(3)))
 CAUSAL = dict(is_causal=True)
-# Case -> mesh of batch x sequence x heads, its kind, kv heads, order, method, static options,
-# operands to differentiate by, and others.
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A split call.
+
+    Attributes:
+      mesh: sizes of batch x sequence x heads.
+      kind: of the axes of the mesh.
+      static: options.
+      inexact: operands to differentiate by, beside query, key and value.
+      rest: other operands.
+    """
+
+    mesh: tuple[int, int, int]
+    kind: str = "Auto"
+    kv_heads: int = 2
+    order: str = "contiguous"
+    method: str = "ring"
+    static: dict[str, Any] = dataclasses.field(default_factory=dict)
+    inexact: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rest: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
 CASES = {
-    "full": ((1, 4, 1), "Auto", 2, "contiguous", "ring", {}, {}, {}),
-    "causal-zigzag": ((2, 2, 2), "Explicit", 2, "zigzag", "ring", CAUSAL, {}, {}),
-    "causal-window-ends-the-round-early": (
-        (1, 4, 1),
-        "Explicit",
-        2,
-        "contiguous",
-        "ring",
-        CAUSAL | dict(local_window_size=9),
-        {},
-        {},
+    "full": Case((1, 4, 1)),
+    "causal-zigzag": Case((2, 2, 2), "Explicit", order="zigzag", static=CAUSAL),
+    "causal-window-ends-the-round-early": Case(
+        (1, 4, 1), "Explicit", static=CAUSAL | dict(local_window_size=9)
     ),
-    "packed-dropout-zigzag": (
-        (2, 2, 2),
-        "Auto",
-        2,
-        "zigzag",
-        "ring",
-        CAUSAL | dict(dropout_rate=0.3),
-        {},
-        SEGMENTS | KEY,
+    "packed-dropout-zigzag": Case(
+        (2, 2, 2), order="zigzag", static=CAUSAL | dict(dropout_rate=0.3), rest=SEGMENTS | KEY
     ),
-    "lengths-and-fewer-kv-heads-than-devices": (
-        (1, 2, 4),
-        "Auto",
-        2,
-        "contiguous",
-        "ring",
-        {},
-        {},
-        LENGTHS,
-    ),
-    "scale-sinks-traced-window": (
+    "lengths-and-fewer-kv-heads-than-devices": Case((1, 2, 4), rest=LENGTHS),
+    "scale-sinks-traced-window": Case(
         (1, 2, 1),
         "Explicit",
-        4,
-        "zigzag",
-        "ring",
-        {},
-        dict(scale=jnp.float32(0.4), sinks=jnp.linspace(-1.0, 2.0, HEADS)),
-        dict(local_window_size=jnp.int32(11)),
+        kv_heads=4,
+        order="zigzag",
+        inexact=dict(scale=jnp.float32(0.4), sinks=jnp.linspace(-1.0, 2.0, HEADS)),
+        rest=dict(local_window_size=jnp.int32(11)),
     ),
-    "all-gather-everything": (
+    "all-gather-everything": Case(
         (1, 4, 1),
         "Explicit",
-        2,
-        "zigzag",
-        "all_gather",
-        CAUSAL | dict(dropout_rate=0.3, local_window_size=(20, 3)),
-        dict(sinks=jnp.linspace(-1.0, 2.0, HEADS)),
-        SEGMENTS | KEY,
+        order="zigzag",
+        method="all_gather",
+        static=CAUSAL | dict(dropout_rate=0.3, local_window_size=(20, 3)),
+        inexact=dict(sinks=jnp.linspace(-1.0, 2.0, HEADS)),
+        rest=SEGMENTS | KEY,
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_device(name):
-    shape, kind, kv_heads, order, method, static, inexact, rest = CASES[name]
-    mesh, n = _mesh(shape, kind), shape[1]
+    case = CASES[name]
+    mesh, n = _mesh(case.mesh, case.kind), case.mesh[1]
     split = functools.partial(
         parallel.dot_product_attention,
         mesh=mesh,
         batch_axis="data",
         head_axis="model",
-        order=order,
-        method=method,
+        order=case.order,
+        method=case.method,
     )
-    arrays = _arrays(kv_heads)
-    wanted, wanted_grads = _results(dot_product_attention, **static)(arrays, inexact, rest)
-    ordered = lambda x: parallel.to_zigzag(x, n) if order == "zigzag" else x
+    arrays = _arrays(case.kv_heads)
+    wanted, wanted_grads = _results(dot_product_attention, **case.static)(
+        arrays, case.inexact, case.rest
+    )
+    ordered = lambda x: parallel.to_zigzag(x, n) if case.order == "zigzag" else x
     with _entered(mesh):
         placed = [_place(mesh, ordered(x)) for x in arrays]
-        others = {k: ordered(x) if "segment" in k else x for k, x in rest.items()}
-        got, got_grads = _results(split, **static)(placed, inexact, others)
+        others = {k: ordered(x) if "segment" in k else x for k, x in case.rest.items()}
+        got, got_grads = _results(split, **case.static)(placed, case.inexact, others)
     for x, y in zip(got, (placed[0], placed[4], *placed[:3]), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim), "split as its operand"
-    back = lambda x: parallel.from_zigzag(x, n) if order == "zigzag" else x
+    back = lambda x: parallel.from_zigzag(x, n) if case.order == "zigzag" else x
     got = [back(np.asarray(x)) for x in got]
     for what, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
         assert_close(x, y, None, "float32", what)

@@ -22,8 +22,8 @@ current dS, and one consumer does exponentials while the other has the tensor co
 adds into dq come in no fixed order, so dq is not equal from run to run; dk and dv are.
 
 The gradient of a bias is dS summed over what shares the bias. Where that is 2, 4 or 8 batch rows of
-whole tiles, their blocks are a cluster: they keep step, copy one tile of the bias for all, and each
-sums a part of dS out of the shared memory of all of them and stores it (`cluster_sums`, `_peers`).
+whole tiles, their blocks are a cluster: they keep step, copy one tile of the bias for all, and send
+each other parts of dS, of which the warpgroup that loads stores the sum (`cluster_sums`, `_peers`).
 A block whose bias is its own stores dS likewise. Else dS is added up in global memory.
 
 `backward_ends` has what runs before (row sums of out * dout, zeros to add into) and after (dq in
@@ -38,11 +38,11 @@ and V.
 | kv_ready | copies of K and V | consumers | 1 of 2 |
 | tile_ready[stage] | copies of q, dout, neg_lse, neg_delta, bias | consumers | num_stages of 4, 5 |
 | tile_consumed[stage] | each consumer, its products done | producer | num_stages of 2 |
-| ds_ready[slot] | keys: each consumer; roles: owner of dk | who makes dq | 4 of 2; 2 of 1 |
-| ds_everywhere[slot] (cluster) | each consumer of the cluster | consumers | 4 of 2 a block |
+| ds_ready[slot] | keys: consumers; roles: owner of dk | who makes dq | 3, 4 of 2; 2 of 1 |
 | p_ready[stage] (roles) | owner of dv | owner of dk | num_stages of 1 |
 | done | each consumer, at the end | each consumer: K and V are free | 1 of 2 |
-| left (cluster) | each consumer of the cluster | consumers: no one reads my dS | 1 of 2 a block |
+| summed (cluster) | producers of the cluster: parts are read | producers | 1 of 1 a block |
+| arrived (cluster) | copies from other blocks, and what they bring | producer | 1 of 1 |
 
 In a cluster tile_consumed counts its other blocks, too: each fills a part of all of their biases.
 
@@ -193,8 +193,9 @@ def flash_backward(
 def _peers(launch: Launch, extras: Extras) -> int:
     """`Launch.peers`: how many blocks can store the gradient of the bias among themselves.
 
-    In whole tiles, of a bias in the dtype of dS, which is what is summed, and where dS lies in
-    lines of 128 bytes (beside narrow keys it does not). The blocks of a cluster keep step, so their
+    In whole tiles, of a bias in the dtype of dS, which is what is summed, where dS lies in lines of
+    128 bytes (beside narrow keys it does not), and with the two stages that its slots are for. The
+    blocks of a cluster keep step, so their
     walks must be the same.
     """
     bias = extras.bias
@@ -206,6 +207,7 @@ def _peers(launch: Launch, extras: Extras) -> int:
         or bias.shape[1:] != logits
         or jnp.dtype(bias.dtype) != jnp.dtype(launch.dtype)
         or launch.head_dim % 64 != 0
+        or launch.config.num_stages != 2
     ):
         return 0
     if bias.shape[0] == launch.batch:

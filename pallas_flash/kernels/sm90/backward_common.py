@@ -29,7 +29,6 @@ from pallas_flash.kernels.sm90.call import (
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
 CONSUMERS = 2  # warpgroups that compute; one more loads
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 Int = masks.Int
 Ref = Any
@@ -114,6 +113,11 @@ class Launch(Call):
     def cluster(self) -> int:
         """Blocks of a cluster."""
         return max(self.peers, 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes, and of one that loads; with sums to make it needs more."""
+        return (232, 40) if self.peers else (240, 24)
 
     def rank(self) -> Int:
         """Of this block in its cluster."""
@@ -438,10 +442,14 @@ def _copy_clean(source, tail, at, cut, dst, barrier) -> None:
     pl.when(jnp.logical_not(cut))(lambda: copy(source.at[b, rows, head], dst, barrier))
 
 
-def produce(block: Block) -> None:
-    """The producer warpgroup: K and V once, then the ring of q tiles."""
-    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+def produce(block: Block, sums: Any = None) -> None:
+    """The producer warpgroup: K and V once, then the ring of q tiles.
+
+    sums: makes sums over the cluster. sums.begin(i) is called when all blocks are done with tile i,
+    before the next is asked for, sums.end(i, row) after that; row is that of the tile in dq.
+    """
     launch, gmem, smem, bars, walk = block.launch, block.gmem, block.smem, block.bars, block.walk
+    plgpu.set_max_registers(launch.registers[1], action="decrease")
     stages, block_q, block_kv = (
         launch.config.num_stages,
         launch.config.block_q,
@@ -457,11 +465,17 @@ def produce(block: Block) -> None:
     _copy_clean(gmem.k, gmem.k_tail, at, cut, smem.k, bars.kv_ready)
     _copy_clean(gmem.v, gmem.v_tail, at, cut, smem.v, bars.kv_ready)
 
-    def fill(i, head, qi, masked):
+    def await_consumed(i):
+        plgpu.barrier_wait(bars.tile_consumed.at[ring(i, stages)])
+        if sums is not None:
+            sums.begin(i)
+
+    def fill(carry, head, qi, masked):
         del masked
+        i, rows_before = carry
         slot, rows = ring(i, stages), pl.ds(qi * block_q, block_q)
         ready = bars.tile_ready.at[slot]
-        pl.when(i >= stages)(lambda: plgpu.barrier_wait(bars.tile_consumed.at[slot]))
+        pl.when(i >= stages)(lambda: await_consumed(i - stages))
         for source, dst in ((gmem.neg_lse, smem.neg_lse), (gmem.neg_delta, smem.neg_delta)):
             plgpu.copy_gmem_to_smem(source.at[walk.b, head, rows], dst.at[slot], ready)
         if launch.staged_bias:
@@ -474,15 +488,24 @@ def produce(block: Block) -> None:
         at = walk.b, rows, head
         _copy_clean(gmem.q, gmem.q_tail, at, cut, smem.q.at[slot], ready)
         _copy_clean(gmem.dout, gmem.dout_tail, at, cut, smem.dout.at[slot], ready)
-        return i + 1
+        if sums is None:
+            return i + 1, ()
+        pl.when(i >= stages)(lambda: sums.end(i - stages, rows_before[0]))
+        return i + 1, (*rows_before[1:], block.dq_row(head, qi))
 
-    filled = walk.over_tiles(launch, fill, jnp.int32(0), tests=False)
+    none_before = () if sums is None else (jnp.int32(0),) * stages
+    filled, rows_before = walk.over_tiles(launch, fill, (jnp.int32(0), none_before), tests=False)
 
-    def drain(i, carry):
-        plgpu.barrier_wait(bars.tile_consumed.at[ring(i, stages)])
-        return carry
+    def drain(i, rows):
+        def finish():
+            await_consumed(i)
+            if sums is not None:
+                sums.end(i, rows[0])
 
-    lax.fori_loop(lax.max(filled - stages, jnp.int32(0)), filled, drain, ())
+        pl.when(i >= 0)(finish)
+        return (*rows[1:], *rows[:1])
+
+    lax.fori_loop(filled - stages, filled, drain, rows_before)
 
 
 def store_grad(block: Block, grad, buffer: Ref, out: Ref, row0: Int) -> None:

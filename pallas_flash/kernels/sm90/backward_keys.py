@@ -25,8 +25,9 @@ Int = masks.Int
 
 ROWS = 64  # keys of one consumer
 # Whoever writes dS of tile i has seen both consumers finish tile i - 3: four slots need no barrier
-# that says "consumed", three would.
-DS_SLOTS = 4
+# that says "consumed". In a cluster, with its two stages, three are enough, as tile i comes when
+# both are done with tile i - 2; the fourth makes room for the mailbox.
+DS_SLOTS, DS_SLOTS_IN_CLUSTER = 4, 3
 
 
 class Smem(NamedTuple):
@@ -39,8 +40,9 @@ class Smem(NamedTuple):
     bias: Ref  # [num_stages, block_q, 128], or None
     k: Ref  # [128, head_dim], at the end dk
     v: Ref  # [128, head_dim_v], at the end dv
-    ds: Ref  # [DS_SLOTS, 128, block_q]
+    ds: Ref  # [slots, 128, block_q]
     accumulators: dict[str, Ref]
+    mailbox: cluster_sums.Mailbox | None = None
 
 
 class Barriers(NamedTuple):
@@ -51,8 +53,7 @@ class Barriers(NamedTuple):
     tile_consumed: Ref
     done: Ref
     ds_ready: Ref
-    ds_everywhere: Ref = None
-    left: Ref = None
+    summed: Ref = None
 
 
 class Accumulators(NamedTuple):
@@ -111,18 +112,24 @@ def check(launch: Launch) -> None:
 
 def scratch(launch: Launch) -> dict[str, Any]:
     """Shared memory and barriers of one block."""
-    ds_shape = (DS_SLOTS, 2 * ROWS, launch.config.block_q)
-    ds = tiled_smem(ds_shape, launch.dtype, beside=launch.head_dim)
+    ds_tile = (2 * ROWS, launch.config.block_q)
+    ds = tiled_smem((_num_ds_slots(launch), *ds_tile), launch.dtype, beside=launch.head_dim)
+    mailbox = None
+    if launch.cluster > 1:
+        mailbox = cluster_sums.mailbox(ds_tile, launch.dtype, launch.cluster)
     shapes = _accumulator_shapes(launch, 0)  # consumer 0 has the larger ones
     accumulators = launch.op.accumulator_scratch(common.CONSUMERS, **shapes)
     return dict(
         smem=Smem(
             ds=ds if launch.make_dq else None,
+            mailbox=mailbox,
             accumulators=accumulators,
             **common.tile_smem(launch),
         ),
         bars=Barriers(
-            ds_ready=plgpu.Barrier(num_barriers=DS_SLOTS, num_arrivals=common.CONSUMERS),
+            ds_ready=plgpu.Barrier(
+                num_barriers=_num_ds_slots(launch), num_arrivals=common.CONSUMERS
+            ),
             **_cluster_barriers(launch),
             **common.tile_barriers(launch),
         ),
@@ -132,11 +139,11 @@ def scratch(launch: Launch) -> dict[str, Any]:
 def _cluster_barriers(launch: Launch) -> dict[str, Any]:
     if launch.cluster == 1:
         return {}
-    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("peer",))
-    return dict(
-        ds_everywhere=barrier(num_barriers=DS_SLOTS, num_arrivals=common.CONSUMERS),
-        left=barrier(num_arrivals=common.CONSUMERS),
-    )
+    return dict(summed=plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=1))
+
+
+def _num_ds_slots(launch: Launch) -> int:
+    return DS_SLOTS_IN_CLUSTER if launch.cluster > 1 else DS_SLOTS
 
 
 def run_roles(block: Block, wg) -> None:
@@ -146,7 +153,7 @@ def run_roles(block: Block, wg) -> None:
     else:
         for consumer in range(common.CONSUMERS):
             pl.when(wg == consumer)(functools.partial(_consume, block, consumer))
-    pl.when(wg == common.CONSUMERS)(lambda: common.produce(block))
+    pl.when(wg == common.CONSUMERS)(lambda: _produce(block))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,14 +172,15 @@ class _Consumer:
 
 def _consume(block: Block, wg) -> None:
     """A consumer warpgroup: all tiles of the walk, then dk and dv leave."""
-    plgpu.set_max_registers(common.CONSUMER_REGISTERS, action="increase")
+    plgpu.set_max_registers(block.launch.registers[0], action="increase")
     launch, smem, bars = block.launch, block.smem, block.bars
     if launch.make_dq:  # dS of the tile before the first: zero
         mine = pl.ds(wg * ROWS, ROWS)
         zeros = common.zeros((ROWS, launch.config.block_q)).astype(launch.dtype)
-        smem.ds[DS_SLOTS - 1, mine] = zeros
+        last = _num_ds_slots(launch) - 1
+        smem.ds[last, mine] = zeros
         launch.op.fence_async()
-        plgpu.barrier_arrive(bars.ds_ready.at[DS_SLOTS - 1])
+        plgpu.barrier_arrive(bars.ds_ready.at[last])
     units = block.units()
     plgpu.barrier_wait(bars.kv_ready)
     dk, dv = launch.op.with_accumulators(
@@ -186,16 +194,14 @@ def _consume(block: Block, wg) -> None:
 
 def _walk(c: _Consumer):
     """All tiles; returns dk (before the scale) and dv of this consumer's keys."""
-    block, op = c.block, c.block.launch.op
+    block, launch, op = c.block, c.block.launch, c.block.launch.op
     step = functools.partial(_step, c)
-    done, before = block.walk.over_tiles(block.launch, step, block.first_carry())
-    if block.launch.make_dq:
-        _issue_dq(c, done + DS_SLOTS - 1)
+    carry = (*block.first_carry(), jnp.int32(0))
+    done, before, turn = block.walk.over_tiles(launch, step, carry)
+    if launch.make_dq:
+        _issue_dq(c, _ds_slots(launch, done, turn)[1])
         _add_dq(c, before, in_flight=0)
-    dk, dv = op.load(c.acc.dk), op.load(c.acc.dv, None)
-    if block.launch.peers:
-        _store_dbias(c, done - 1, before)
-    return dk, dv
+    return op.load(c.acc.dk), op.load(c.acc.dv, None)
 
 
 def _step(c: _Consumer, carry, head, qi, masked: bool):
@@ -206,7 +212,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     """
     launch, smem, bars, acc = c.block.launch, c.block.smem, c.block.bars, c.acc
     op, config, dtype = launch.op, launch.config, launch.dtype
-    i, before = carry
+    i, before, turn = carry
     slot = common.ring(i, config.num_stages)
     q, dout = smem.q.at[slot], smem.dout.at[slot]
 
@@ -230,69 +236,54 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     dlogits = c.block.dlogits(p, dp, neg_delta, has_hidden=c.block.hides(masked, is_tame))
     c.block.add_dbias(dlogits, place, c.block.walk.ki, c.wg)
     ds = dlogits.astype(dtype)
-    _share_ds(c, i, ds)
-    _issue_dq(c, i + DS_SLOTS - 1)
-    _publish_ds(c, i)
+    ds_slot, ds_slot_before = _ds_slots(launch, i, turn)
+    _share_ds(c, ds_slot, ds)
+    _issue_dq(c, ds_slot_before)
+    _publish_ds(c, ds_slot)
     op.wgmma(acc.dk, ds, q)
     _add_dq(c, before, in_flight=1)
-    if launch.peers:
-        _store_dbias(c, i - 1, before)
     op.wait(0)
     if launch.cluster > 1:
         cluster_sums.release_to_cluster()
     plgpu.barrier_arrive(bars.tile_consumed.at[slot])
-    return i + 1, c.block.dq_row(head, qi)
+    return i + 1, c.block.dq_row(head, qi), _next_turn(launch, turn)
 
 
-def _share_ds(c: _Consumer, i, ds) -> None:
+def _ds_slots(launch: Launch, i, turn):
+    """Where dS of tile i is, and that of the tile before.
+
+    turn: i mod 3 in a cluster, kept from step to step: the division would cost registers.
+    """
+    if launch.cluster == 1:
+        return common.ring(i, DS_SLOTS), common.ring(i + DS_SLOTS - 1, DS_SLOTS)
+    return turn, jnp.where(turn == 0, DS_SLOTS_IN_CLUSTER - 1, turn - 1)
+
+
+def _next_turn(launch: Launch, turn):
+    if launch.cluster == 1:
+        return turn
+    return jnp.where(turn == DS_SLOTS_IN_CLUSTER - 1, 0, turn + 1)
+
+
+def _share_ds(c: _Consumer, slot, ds) -> None:
     if c.block.launch.make_dq:
-        c.block.smem.ds[common.ring(i, DS_SLOTS), pl.ds(c.wg * ROWS, ROWS)] = ds
+        c.block.smem.ds[slot, pl.ds(c.wg * ROWS, ROWS)] = ds
 
 
-def _publish_ds(c: _Consumer, i) -> None:
+def _publish_ds(c: _Consumer, slot) -> None:
     """Tells both consumers that this half of dS is there."""
     launch = c.block.launch
     if launch.make_dq:
         launch.op.fence_async()
-        plgpu.barrier_arrive(c.block.bars.ds_ready.at[common.ring(i, DS_SLOTS)])
-    if launch.cluster > 1:
-        cluster_sums.release_to_cluster()
-        plgpu.barrier_arrive(c.block.bars.ds_everywhere.at[common.ring(i, DS_SLOTS)])
+        plgpu.barrier_arrive(c.block.bars.ds_ready.at[slot])
 
 
-def _store_dbias(c: _Consumer, i, row) -> None:
-    """Stores this block's part of the gradient of the bias from dS of tile i, a tile late.
-
-    By then the other blocks of the cluster have seldom to be waited for. And while this runs, in
-    step i + 1, none of them has begun step i + 4, which overwrites this dS: before, it waits for
-    ours of i + 2.
-    """
-    block, launch = c.block, c.block.launch
-
-    def store():
-        if launch.cluster > 1:
-            plgpu.barrier_wait(block.bars.ds_everywhere.at[common.ring(i, DS_SLOTS)])
-        cluster_sums.store_cluster_sum(
-            block.smem.ds.at[common.ring(i, DS_SLOTS)],
-            block.gmem.dbias,
-            launch.entry(block.gmem.dbias, block.walk.b)[0],
-            row * launch.config.block_q,
-            block.walk.kv0,
-            wg=c.wg,
-            rank=launch.rank(),
-            peers=launch.peers,
-            factor=dropout.keep_scale(launch.dropout_rate),
-        )
-
-    pl.when(i >= 0)(store)
-
-
-def _issue_dq(c: _Consumer, i) -> None:
-    """This consumer's part of dq from the dS in ring place i."""
+def _issue_dq(c: _Consumer, slot) -> None:
+    """This consumer's part of dq from the dS in this slot."""
     launch, smem = c.block.launch, c.block.smem
     if not launch.make_dq:
         return
-    op, slot = launch.op, common.ring(i, DS_SLOTS)
+    op = launch.op
     m, n = _dq_shape(launch, c.wg)
     plgpu.barrier_wait(c.block.bars.ds_ready.at[slot])
     op.set(c.acc.dq, common.zeros((m, n)))
@@ -314,9 +305,6 @@ def _add_dq(c: _Consumer, row, in_flight: int) -> None:
 
 def _finish(block: Block, wg, dk, dv) -> None:
     """dk and dv leave through K and V, once both consumers have read them for the last time."""
-    if block.launch.cluster > 1:
-        cluster_sums.release_to_cluster()
-        plgpu.barrier_arrive(block.bars.left)
     plgpu.barrier_arrive(block.bars.done)
     plgpu.barrier_wait(block.bars.done)
     mine, row0 = pl.ds(wg * ROWS, ROWS), block.walk.kv0 + wg * ROWS
@@ -325,5 +313,66 @@ def _finish(block: Block, wg, dk, dv) -> None:
     common.store_grad(block, dk, block.smem.k.at[mine], block.gmem.dk, row0)
     common.store_grad(block, dv, block.smem.v.at[mine], block.gmem.dv, row0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if block.launch.cluster > 1:  # no one reads our dS any more
-        plgpu.barrier_wait(block.bars.left)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """The gradient of a bias from dS, summed over the cluster by the warpgroup that loads.
+
+    No consumer waits for it. Tile i is asked for when all blocks have summed tile i - 3: what this
+    one sent of it has arrived, and its dS may be overwritten.
+    """
+
+    block: Block
+
+    def open(self) -> None:
+        """Before the first tile is done with."""
+        if self.block.launch.cluster > 1:
+            cluster_sums.open_mailbox(self.block.smem.mailbox)
+            plgpu.barrier_arrive(self.block.bars.summed)
+
+    def begin(self, i) -> None:
+        """All blocks are done with tile i."""
+        if self.block.launch.cluster > 1:
+            plgpu.barrier_wait(self.block.bars.summed)  # tile i - 1
+            cluster_sums.send_parts(self.block.smem.mailbox, self._tile(i), **self._cluster())
+
+    def end(self, i, row) -> None:
+        """Sums and stores tile i, which has this row in dq."""
+        block, launch = self.block, self.block.launch
+        others, out = None, block.gmem.dbias
+        if launch.cluster > 1:
+            cluster_sums.await_parts(block.smem.mailbox, i)
+            others = block.smem.mailbox.parts
+        cluster_sums.store_sum(
+            self._tile(i),
+            others,
+            out,
+            (launch.entry(out, block.walk.b)[0], row * launch.config.block_q, block.walk.kv0),
+            factor=dropout.keep_scale(launch.dropout_rate),
+            **self._cluster(),
+        )
+        if launch.cluster > 1:
+            plgpu.barrier_arrive(block.bars.summed)
+
+    def close(self) -> None:
+        """After the last tile: no block of the cluster reads this one's memory any more."""
+        if self.block.launch.cluster > 1:
+            plgpu.barrier_wait(self.block.bars.summed)
+
+    def _tile(self, i):
+        return self.block.smem.ds.at[common.ring(i, _num_ds_slots(self.block.launch))]
+
+    def _cluster(self) -> dict[str, Any]:
+        return dict(rank=self.block.launch.rank(), peers=self.block.launch.peers)
+
+
+def _produce(block: Block) -> None:
+    """The producer warpgroup."""
+    if not block.launch.peers:
+        common.produce(block)
+        return
+    sums = _Sums(block)
+    sums.open()
+    common.produce(block, sums)
+    sums.close()

@@ -121,7 +121,7 @@ class _Consumer:
 
 def _consume(block: Block, role: int) -> None:
     """A consumer warpgroup: all tiles of the walk, then dv or dk leaves."""
-    plgpu.set_max_registers(common.CONSUMER_REGISTERS, action="increase")
+    plgpu.set_max_registers(block.launch.registers[0], action="increase")
     launch, smem, bars = block.launch, block.smem, block.bars
     if launch.make_dq and role == DK_OWNER:  # dS of the tile before the first: zero
         smem.ds[DS_SLOTS - 1] = common.zeros((KEYS, launch.config.block_q)).astype(launch.dtype)

@@ -88,7 +88,8 @@ def _values_and_wanted(operands):
 
 def _attend_bwd(problem, residuals, cotangents):
     operands, out, lse, wanted = residuals
-    dout, dlse = (_dense(ct) for ct in cotangents)
+    dout, dlse = cotangents
+    dout, dlse = _dense(dout), None if isinstance(dlse, SymbolicZero) else dlse
     present = frozenset(n for n in wanted) | {"query", "key", "value"}
     grads = _backward(problem, present, operands, out, lse, dout, dlse)
     return (Operands(**{n: grads.get(n) for n in operands._fields}),)
@@ -125,7 +126,10 @@ def _forward_jvp(problem, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _backward(problem, wanted, operands, out, lse, dout, dlse):
-    """Gradients by name of the operands in `wanted`; what no kernel makes, by the formula."""
+    """Gradients by name of the operands in `wanted`; what no kernel makes, by the formula.
+
+    dlse: None where nobody differentiates by lse.
+    """
     family = kernels()
     by_kernels = wanted & family.MADE_BY_KERNELS
     grads = family.backward(problem, operands, out, lse, dout, dlse, by_kernels)
@@ -136,8 +140,8 @@ def _backward(problem, wanted, operands, out, lse, dout, dlse):
 def _formula(problem, wanted, operands, dout, dlse):
     """Gradients by name, from the XLA formula."""
     inexact, rest = _split(operands, wanted)
-    _, vjp = jax.vjp(lambda x: xla.attention(problem, Operands(**x, **rest)), inexact)
-    return vjp((dout, dlse))[0]
+    (_, lse), vjp = jax.vjp(lambda x: xla.attention(problem, Operands(**x, **rest)), inexact)
+    return vjp((dout, jnp.zeros_like(lse) if dlse is None else dlse))[0]
 
 
 @_backward.defjvp

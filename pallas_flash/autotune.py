@@ -92,7 +92,8 @@ class Target:
         given = [bf16(*q), bf16(*k), bf16(*v)]
         if self.kernel != "forward":
             rows = f32(self.batch, self.num_q_heads, self.seq_len)
-            given += [bf16(*out), rows, rows]
+            outs = [bf16(*out)] * (2 if self.kernel == "backward" else 1)  # dq needs dout only
+            given += [*outs, rows, rows]
         return [*given, f32(self.batch)]
 
     def launch(self, config: Config):
@@ -181,7 +182,7 @@ def compile_all(target: Target, configs: list[Config], state: State, progress: A
         found = aot.kernels_of("pallas_flash.autotune:compiled_case", cases, timeout_s=600)
         for config, kernels in zip(chunk, found, strict=True):
             main = [k for k in kernels if k.name.startswith(("flash_forward", "flash_backward"))]
-            main = [k for k in main if not k.name.endswith(("zeros", "finish_dq", "row_dots"))]
+            main = [k for k in main if not k.name.endswith(("statistics", "zeros", "finish_dq"))]
             state.of(config).update(
                 spill_bytes=max((k.spill_bytes for k in main), default=0),
                 serialized=any(k.notes for k in main),

@@ -236,7 +236,12 @@ def dq_kernel(
     return Pass(
         "dq",
         "kernels/sm90/backward_dq.py",
-        (*once(q=n.q, dout=n.out), *over.keys, *once(lse=n.lse, delta=n.lse), *over.bias),
+        (
+            *once(q=n.q, dout=n.out),
+            *over.keys,
+            *once(**{"lse": n.lse, "-delta": n.lse}),
+            *over.bias,
+        ),
         once(dq=n.q),
         products(wide, over.pairs, "S = Q K^T, again", "dP = dO V^T, again", "dQ = dS K"),
     )
@@ -251,7 +256,7 @@ def _strips(problem: Problem, operands: Operands, limit: int) -> int:
 
 
 def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Counts:
-    """The whole backward: row sums, statistics, zeros, the fused kernel, dq to its place.
+    """The whole backward: statistics and zeros, the fused kernel, dq to its place.
 
     Or, with `deterministic_backward`, no sums of dq but a kernel for it.
     """
@@ -262,7 +267,7 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
     heads = problem.batch * problem.num_q_heads
     rows = _strips(problem, operands, _up(problem.q_len, ROW_TILE))
     strips = _strips(problem, operands, _up(problem.q_len, STRIP))
-    exact, stored = heads * problem.q_len * FLOAT32_BYTES, heads * whole * FLOAT32_BYTES
+    stored = heads * whole * FLOAT32_BYTES
     ends = "kernels/sm90/backward_ends.py"
     dots = rows * wide.head_dim_v * item
     copies = _copies(
@@ -271,36 +276,25 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
         dict(q="q", k="k", v="v", out="out", dout="out"),
         dict(dq="q", dk="k", dv="v"),
     )
-    passes = [
-        *copies,
-        Pass(
-            "delta = rowsum(out dout)",
-            ends,
-            once(out=dots, dout=dots),
-            once(delta=strips * FLOAT32_BYTES),
-        ),
-        Pass(
-            "-lse, -delta",
-            "kernels/sm90/backward.py",
-            once(lse=exact, delta=exact),
-            once(**{"-lse": stored, "-delta": stored}),
-        ),
-    ]
-    extra = {"delta": n.lse, "-lse": stored, "-delta": stored}
+    read = once(out=dots, dout=dots, lse=strips * FLOAT32_BYTES)
+    extra = {"-lse": stored, "-delta": stored}
     if problem.deterministic_backward:
-        passes += [
+        passes = [
+            *copies,
+            Pass("-lse, -delta", ends, read, once(**extra)),
             backward_kernel(problem, operands, make_dq=False),
             dq_kernel(problem, operands),
         ]
     else:
         sums = heads * whole * wide.head_dim * FLOAT32_BYTES
         finished = strips * wide.head_dim * FLOAT32_BYTES
-        passes += [
-            Pass("dq sum = 0", ends, (), once(**{"dq sum": sums})),
+        extra["dq sum"] = sums
+        passes = [
+            *copies,
+            Pass("-lse, -delta, dq sum = 0", ends, read, once(**extra)),
             backward_kernel(problem, operands),
             Pass("dq", ends, once(**{"dq sum": finished}), once(dq=n.q)),
         ]
-        extra["dq sum"] = sums
     parts = tuned.kv_parts(problem, cut)
     if parts > 1:
         read, written = once(dk=parts * n.k, dv=parts * n.v), once(dk=n.k, dv=n.v)

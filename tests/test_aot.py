@@ -150,7 +150,7 @@ def _check(cases):
     for case, kernels in zip(cases, aot.kernels_of("tests.test_aot:gradient", cases), strict=True):
         print(case, *kernels, sep="\n  ")
         names = [kernel.name for kernel in kernels]
-        ends = [name for name in names if name.endswith(("row_dots", "zeros", "finish_dq"))]
+        ends = [name for name in names if name.endswith(("statistics", "zeros", "finish_dq"))]
         backward = [name for name in names if "backward" in name and name not in ends]
         # Kernels that calls share are compiled once: a deterministic one shares its forward.
         assert len(backward) == 1 + (True in case), "backward and, if asked for, dq"

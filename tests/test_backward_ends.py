@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash.kernels.sm90 import backward_ends, mma
+from pallas_flash.config import BackwardConfig
+from pallas_flash.kernels.sm90 import backward_common, backward_ends, mma
 from tests.races import races_raise
 
 STRIP = 64
@@ -75,29 +76,117 @@ def interpret(request) -> bool:
     return request.param
 
 
-def _arrays(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """out and dout in the low precision type: NaN and Inf behind lengths."""
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What a launch may ask of `row_statistics`, and what it may be given."""
+
+    has_dlse: bool = True
+    has_scales: bool = True  # one a batch row
+    soft_cap: bool = False
+    dropout_rate: float = 0.0
+    make_dq: bool = True
+
+
+VARIANTS = {
+    "no-dlse": Variant(has_dlse=False),
+    "one-scale": Variant(has_scales=False),
+    "soft-cap": Variant(soft_cap=True),
+    "dropout": Variant(dropout_rate=0.25),
+    "dropout-no-dlse": Variant(has_dlse=False, dropout_rate=0.25),
+    "no-dq": Variant(make_dq=False),
+}
+
+
+def _launch(case: Case, variant: Variant, interpret: bool) -> backward_common.Launch:
+    """Two tiles of keys: in interpret mode each adds into a dq of its own."""
+    terms = {"soft_cap"} if variant.soft_cap else set()
+    return backward_common.Launch(
+        batch=case.batch,
+        q_len=case.q_len,
+        kv_len=200,
+        num_q_heads=case.num_heads,
+        num_kv_heads=case.num_heads,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v,
+        dtype=case.dtype,
+        terms=frozenset(terms),
+        dropout_rate=variant.dropout_rate,
+        config=BackwardConfig(block_q=case.block_q),
+        make_dq=variant.make_dq,
+        interpret=interpret,
+    )
+
+
+@dataclasses.dataclass
+class Given:
+    """What `row_statistics` reads: NaN and Inf behind lengths, lse -inf in every third row."""
+
+    out: np.ndarray
+    dout: np.ndarray
+    lse: np.ndarray
+    dlse: np.ndarray
+    scale: np.ndarray
+
+
+def _given(case: Case) -> Given:
     rng = np.random.default_rng(0)
     shape = case.batch, case.padded, case.num_heads, case.head_dim_v
-    arrays = [rng.normal(size=shape).astype(jnp.dtype(case.dtype)) for _ in range(2)]
-    for x, spoiled in zip(arrays, (np.nan, np.inf), strict=True):
+    out, dout = (rng.normal(size=shape).astype(jnp.dtype(case.dtype)) for _ in range(2))
+    rows = case.batch, case.num_heads, case.q_len
+    lse, dlse = (rng.normal(size=rows).astype(np.float32) for _ in range(2))
+    lse[..., 1::3] = -np.inf
+    for x, spoiled in ((out, np.nan), (dout, np.inf)):
         x[~case.valid(case.padded)] = spoiled
-    return arrays[0], arrays[1]
+    dlse.swapaxes(1, 2)[~case.valid(case.q_len)] = np.nan
+    scale = 0.3 + np.arange(case.batch, dtype=np.float32)
+    return Given(out, dout, lse, dlse, scale)
+
+
+def _wanted(case: Case, variant: Variant, given: Given) -> tuple[np.ndarray, np.ndarray]:
+    """-lse and -delta (B, N, tiles * block_q) in float64, from the definition."""
+    rows = case.tiles * case.block_q
+    pads = ((0, 0), (0, 0), (0, rows - case.q_len))
+    pad = lambda x, fill: np.pad(x.astype(np.float64), pads, constant_values=fill)
+    sees = (pad(given.lse, -np.inf) > -np.inf) & case.valid(rows)[:, None]
+    units = np.log2(np.e) if variant.soft_cap else 1 / given.scale[:, None, None]
+    dots = np.einsum("btnh,btnh->bnt", *(x.astype(np.float64) for x in (given.out, given.dout)))
+    delta = dots[..., : case.q_len] - (given.dlse if variant.has_dlse else 0.0)
+    neg_delta = np.where(sees, -pad(delta, 0.0) * (1 - variant.dropout_rate), 0.0)
+    return np.where(sees, -pad(given.lse, 0.0) * units, -np.inf), neg_delta
+
+
+def _check_statistics(case: Case, variant: Variant, interpret: bool) -> None:
+    given, launch = _given(case), _launch(case, variant, interpret)
+    if not variant.has_scales:
+        given.scale = given.scale[:1]
+    lengths = case.launch_arguments()["query_lengths"]
+    dlse = given.dlse if variant.has_dlse else None
+    run = lambda *x: backward_ends.row_statistics(launch, *x, query_lengths=lengths)
+    with races_raise():
+        made = jax.jit(run)(given.out, given.dout, given.lse, dlse, given.scale)
+        made = jax.tree.map(np.asarray, made)
+    for got, wanted in zip(
+        (made.neg_lse, made.neg_delta), _wanted(case, variant, given), strict=True
+    ):
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    assert (made.dq is not None) == variant.make_dq
+    if variant.make_dq:
+        shape = case.batch, case.num_heads * case.tiles, case.block_q * case.head_dim
+        np.testing.assert_array_equal(
+            made.dq, np.zeros((2 if interpret else 1, *shape), np.float32)
+        )
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_row_dots(case, interpret):
-    out, dout = _arrays(case)
-    arguments = case.launch_arguments()
-    run = lambda *x: backward_ends.row_dots(*x, interpret=interpret, **arguments)
-    with races_raise():
-        delta = np.asarray(jax.jit(run)(out, dout))
-    rows = -(-case.q_len // STRIP) * STRIP
-    assert delta.shape == (case.batch, case.num_heads, rows)
-    assert delta.dtype == np.float32
-    wanted = np.einsum("btnh,btnh->btn", out.astype(np.float64), dout.astype(np.float64))
-    got = delta.swapaxes(1, 2)[case.valid(rows)]
-    np.testing.assert_allclose(got, wanted[case.valid(case.padded)], rtol=1e-5, atol=1e-5)
+def test_row_statistics(case, interpret):
+    _check_statistics(case, Variant(), interpret)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("name", ["ragged-strip-without-rows", "lengths-float16"])
+def test_variants_of_row_statistics(name, variant, interpret):
+    _check_statistics(CASES[name], variant, interpret)
 
 
 @pytest.mark.parametrize("row", [2 * 4096, 64 * 80])

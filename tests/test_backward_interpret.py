@@ -151,7 +151,9 @@ class Arrays:
     k: np.ndarray
     v: np.ndarray
     dout: np.ndarray
+    out: np.ndarray
     lse: np.ndarray
+    dlse: np.ndarray
     delta: np.ndarray
     scale: np.ndarray
     grads: tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -208,31 +210,32 @@ def _arrays(case: Case) -> Arrays:
         lse = (np.log(total) + np.where(np.isfinite(top), top, 0.0))[..., 0]
     p = p / np.where(total == 0, 1.0, total)
     kept = _kept(case)
-    out = np.einsum("bnts,bsnh->btnh", p * kept, v)
-    delta = np.einsum("btnh,btnh->bnt", out, dout) - dlse
+    out = np.einsum("bnts,bsnh->btnh", p * kept, v).astype(low[0].dtype)
+    delta = np.einsum("btnh,btnh->bnt", out.astype(np.float64), dout) - dlse
     ds = p * (kept * np.einsum("btnh,bsnh->bnts", dout, v) - delta[..., None])
     dq = np.einsum("bnts,bsnh->btnh", ds, k)
     dk = np.einsum("bnts,btnh->bsnh", ds, q) * scale[:, None, None, None]
     dv = np.einsum("bnts,btnh->bsnh", p * kept, dout)
     dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (dk, dv))
-    return Arrays(*low, lse, delta, scale, (dq, dk, dv))
+    return Arrays(*low, out, lse, dlse, delta, scale, (dq, dk, dv))
 
 
 def _run(case: Case, arrays: Arrays):
     """dq, dk, dv as NumPy float64, without padding."""
     f32 = lambda x: jnp.asarray(x, jnp.float32)
     i32 = lambda x: None if x is None else jnp.asarray(x, jnp.int32)
-    delta = arrays.delta.copy()
-    for row, length in zip(delta, case.query_lengths or (), strict=bool(case.query_lengths)):
+    dlse = arrays.dlse.copy()
+    for row, length in zip(dlse, case.query_lengths or (), strict=bool(case.query_lengths)):
         row[:, length:] = np.nan
     with races_raise():
-        *grads, dbias = backward.flash_backward(
+        made = backward.flash_backward(
             spoiled(arrays.q, case.query_lengths),
             spoiled(arrays.k, case.kv_lengths),
             spoiled(arrays.v, case.kv_lengths),
+            spoiled(arrays.out, case.query_lengths),
             spoiled(arrays.dout, case.query_lengths),
             f32(arrays.lse),
-            f32(delta),
+            f32(dlse),
             f32(arrays.scale),
             mask=case.mask,
             q_len=case.q_len,
@@ -250,9 +253,9 @@ def _run(case: Case, arrays: Arrays):
             kv_parts=case.kv_parts,
             interpret=True,
         )
-        jax.block_until_ready(grads)
-    assert dbias is None
-    grads[1:] = (_sum_of_parts(g, case.kv_parts) for g in grads[1:])
+        jax.block_until_ready(made)
+    assert made.dbias is None
+    grads = [made.dq, *(_sum_of_parts(g, case.kv_parts) for g in (made.dk, made.dv))]
     sizes = (case.q_len, case.kv_len, case.kv_len)
     return [
         None if g is None else np.asarray(g).astype(np.float64)[:, :n]

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def _run(case: fused.Case, arrays: fused.Arrays, window=None, **options) -> np.n
             spoiled(arrays.v, case.kv_lengths),
             spoiled(arrays.dout, case.query_lengths),
             f32(arrays.lse),
-            f32(arrays.delta),
+            _neg_delta(arrays),
             f32(arrays.scale),
             q_len=case.q_len,
             kv_len=case.kv_len,
@@ -73,6 +74,13 @@ def _run(case: fused.Case, arrays: fused.Arrays, window=None, **options) -> np.n
             **dict(mask=case.mask) | options,
         )
         return np.asarray(dq)[:, : case.q_len]
+
+
+def _neg_delta(arrays: fused.Arrays) -> jax.Array:
+    """What `backward_ends` makes: whole strips, 0 for rows that see no key."""
+    neg_delta = np.where(arrays.lse > -np.inf, -arrays.delta, 0.0)
+    strips = ((0, 0), (0, 0), (0, -neg_delta.shape[2] % 64))
+    return jnp.asarray(np.pad(neg_delta, strips), jnp.float32)
 
 
 def _check(case: fused.Case, got: np.ndarray, want: np.ndarray) -> None:

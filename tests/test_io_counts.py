@@ -319,7 +319,7 @@ def _walk_keys(problem, masking, cut, inputs, outputs):
                 tally.store("lse", (b, n, i), 64 * 4)
             else:
                 tally.load("lse", (b, n, i), 64 * 4)
-                tally.load("delta", (b, n, i), 64 * 4)
+                tally.load("-delta", (b, n, i), 64 * 4)
     return computed, tally
 
 
@@ -422,9 +422,10 @@ def test_ends_of_the_backward_read_what_lengths_leave():
     by_name = {p.name: p for p in io_kernels.kernels_backward(problem, operands).passes}
     strips = (5 * 64 + 3 * 64) * HEADS  # lengths 296 and 130
     rows = (296 + 192) * HEADS  # an array ends at 296
-    dots, finish = by_name["delta = rowsum(out dout)"], by_name["dq"]
-    assert [a.moved for a in dots.reads] == [rows * 128] * 2
-    assert [a.moved for a in dots.writes] == [strips * 4]
+    start, finish = by_name["-lse, -delta, dq sum = 0"], by_name["dq"]
+    assert [a.moved for a in start.reads] == [rows * 128, rows * 128, strips * 4]
+    whole = BATCH * HEADS * 3 * 128  # tiles of 128 queries
+    assert [a.moved for a in start.writes] == [whole * 4, whole * 4, whole * 64 * 4]
     assert [a.moved for a in finish.reads] == [strips * 64 * 4]
     assert [a.moved for a in finish.writes] == [BATCH * HEADS * 296 * 128]
 

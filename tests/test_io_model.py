@@ -233,7 +233,13 @@ def test_table_and_plot(tmp_path, capsys):
     options = f"{SHAPE} --kv-heads 2 --window 255,0 --backward --passes --devices 4"
     io_report.main([*options.split(), "--plot", str(picture)])
     out = capsys.readouterr().out
-    for told in ("window 255,0", "kernels: dq sum = 0", "T^1.", "hidden from T", "recomputed"):
+    for told in (
+        "window 255,0",
+        "kernels: -lse, -delta, dq sum = 0",
+        "T^1.",
+        "hidden from T",
+        "recomputed",
+    ):
         assert told in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -138,6 +138,7 @@ def _run_backward(problem, wanted, arrays, scale, query, out, dout, lse, dlse):
     operands = _operands_of(arrays)
     names = {"query", "key", "value"} | wanted
     attend = lambda given: xla.attention(problem.resized(operands), operands._replace(**given))
+    dlse = jnp.zeros_like(lse) if dlse is None else dlse
     grads = jax.vjp(attend, {n: getattr(operands, n) for n in names})[1]((dout, dlse))[0]
     if "sinks" in grads:  # the kernels give it by batch row
         rows = jnp.zeros((lse.shape[0], 1)).at[0].set(1.0)

@@ -20,7 +20,6 @@ from pallas_flash.kernels.sm90 import backward as backward_kernel
 from pallas_flash.kernels.sm90 import backward_dq as dq_kernel
 from pallas_flash.kernels.sm90 import few_queries
 from pallas_flash.kernels.sm90 import forward as forward_kernel
-from pallas_flash.kernels.sm90.backward_ends import row_dots
 from pallas_flash.kernels.sm90.call import Extras
 from pallas_flash.problem import LOW_PRECISION, Operands, Problem
 
@@ -90,7 +89,7 @@ class _Arrays(NamedTuple):
     q: Any
     k: Any
     v: Any
-    scale: Any  # float32 (B,), positive
+    scale: Any  # float32 (1|B,), positive
     extras: Extras
 
 
@@ -115,17 +114,29 @@ def _is_plain(problem: Problem) -> bool:
 
 
 def _sign_and_scale(problem: Problem, operands: Operands):
-    """A factor +-1 or 0 for the queries (None for 1) and a positive scale (B,) for the kernels.
+    """Factors +-1 or 0 for the queries (None for 1) and positive scales for the kernels, (1|B,).
 
     The kernels' running maximum and initial accumulators want scale > 0. The sign goes into the
     queries, where it is exact; a scale of 0 makes them zero and any positive scale will do.
     """
-    batch = (problem.batch,)
-    scale = problem.scale if operands.scale is None else operands.scale
-    scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), batch)
+    scale = _own_scale(problem, operands)
+    scale = _constant_scale(problem) if scale is None else scale
     if _is_plain(problem):
         return None, scale
     return jnp.sign(scale), jnp.where(scale == 0, 1.0, jnp.abs(scale))
+
+
+def _own_scale(problem: Problem, operands: Operands):
+    """The scale that is an array of the call, of any sign: float32 (B,), or None."""
+    if operands.scale is None:
+        return None
+    return jnp.broadcast_to(operands.scale.astype(jnp.float32), (problem.batch,))
+
+
+def _constant_scale(problem: Problem):
+    """The scale that is known ahead, float32 (1,): B equal ones XLA would write at every call."""
+    scale: Any = problem.scale
+    return jnp.full((1,), scale, jnp.float32)
 
 
 def _arrays(problem: Problem, operands: Operands, cut: ForwardConfig | BackwardConfig) -> _Arrays:
@@ -209,7 +220,7 @@ def _foldable(
       labels, results: what the axes of its arguments and results are.
       share: an extra of one row that is not mapped stays one row, and serves all (lengths do not:
         every row has its own). Not where run returns its gradient, of which every example has its
-        own.
+        own. A scale of one row does always.
       mapped: how many axes of vmap the arguments have.
     """
     call = jax.custom_batching.custom_vmap(
@@ -242,8 +253,9 @@ def _run_folded(run: Callable[..., Any], in_batched, share: bool, *args):
 
     def fold(path, x, batched):
         names = {getattr(key, "name", None) for key in path}
-        shareable = "extras" in names and not names & {"query_lengths", "kv_lengths"}
-        if share and shareable and not batched and x.shape[0] == 1:
+        of_rows = names & {"query_lengths", "kv_lengths"}
+        shareable = "scale" in names or (share and "extras" in names and not of_rows)
+        if shareable and not batched and x.shape[0] == 1:
             return x
         x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
         return x.reshape(size * x.shape[1], *x.shape[2:])
@@ -323,13 +335,14 @@ def backward(
     """Gradients by operand name: query, key, value and `wanted`, out of MADE_BY_KERNELS."""
     cut = tuned.backward_of(problem)
     arrays = _arrays(problem, operands, cut)
-    scale = problem.scale if operands.scale is None else operands.scale
-    scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (problem.batch,))
+    scale = _own_scale(problem, operands)
     query = operands.query if "scale" in wanted else None
     out, dout = (_pad_tiles(x, cut) for x in (out, dout))
     args = (arrays, scale, query, out, dout, lse, dlse)
-    words = (_labels(arrays), "B", query if query is None else _Q, _Q, _Q, _ROWS, _ROWS)
-    made = dict(query=_Q, key=_KV, value=_KV, scale="B", sinks="B N", bias=words[0].extras.bias)
+    labels = _labels(arrays)
+    words = (labels, "B", _Q, _Q, _Q, _ROWS, _ROWS)
+    words = tuple(None if x is None else word for x, word in zip(args, words, strict=True))
+    made = dict(query=_Q, key=_KV, value=_KV, scale="B", sinks="B N", bias=labels.extras.bias)
     made = {name: made[name] for name in wanted | {"query", "key", "value"}}
     for name in wanted & {"bias", "sinks"}:
         made[name] = sharding.whole_where(made[name], getattr(operands, name))
@@ -347,28 +360,23 @@ def backward(
 
 
 def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, dout, lse, dlse):
-    """Gradients by name; `scale` is the user's, of any sign.
+    """Gradients by name; `scale` is the user's, of any sign, None where it is known ahead.
 
     Those of scale and sinks have a batch axis in front.
     """
     extras = arrays.extras
-    delta = row_dots(
-        out,
-        dout,
-        q_len=problem.q_len,
-        query_lengths=extras.query_lengths,
-        interpret=problem.interpret,
-    )
-    delta = delta[..., : problem.q_len]
-    if extras.query_lengths is not None:  # behind a length out is 0, and its place not read
-        row = jax.lax.broadcasted_iota(jnp.int32, delta.shape, 2)
-        delta = jnp.where(row < extras.query_lengths[:, None, None], delta, 0.0)
-    delta = delta - dlse  # (B, N, T)
-    inputs = (arrays.q, arrays.k, arrays.v, dout, lse, delta, arrays.scale)
+    scale = _constant_scale(problem) if scale is None else scale
     deterministic = problem.deterministic_backward
     config = tuned.backward_of(problem)
-    dq, dk, dv, dbias = backward_kernel.flash_backward(
-        *inputs,
+    dq, dk, dv, dbias, neg_delta = backward_kernel.flash_backward(
+        arrays.q,
+        arrays.k,
+        arrays.v,
+        out,
+        dout,
+        lse,
+        dlse,
+        arrays.scale,
         config=config,
         kv_parts=tuned.kv_parts(_launched(problem, arrays), config),
         make_dq=not deterministic,
@@ -380,11 +388,17 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     if dbias is not None:
         grads["bias"] = dbias
     if "sinks" in wanted:
-        grads["sinks"] = _dsinks(extras, lse, delta)
+        grads["sinks"] = _dsinks(extras, lse, _delta(problem, extras, neg_delta, dlse))
     scaled = _is_plain(problem) if deterministic else "scale" not in wanted  # by the kernel itself
     if deterministic:
         dq = dq_kernel.flash_backward_dq(
-            *inputs,
+            arrays.q,
+            arrays.k,
+            arrays.v,
+            dout,
+            lse,
+            neg_delta,
+            arrays.scale,
             config=tuned.dq_of(problem),
             out_float32=not scaled,
             **_launch_arguments(problem, arrays),
@@ -413,6 +427,15 @@ def _sum_of_parts(grad, like):
         return grad
     parts = grad.reshape(*like.shape[:3], -1, like.shape[3])
     return parts.sum(3, dtype=jnp.float32).astype(like.dtype)
+
+
+def _delta(problem: Problem, extras: Extras, neg_delta, dlse):
+    """rowsum(out * dout) - dlse (B, N, T), from what the kernels add."""
+    delta = -neg_delta[..., : problem.q_len] * dropout.keep_scale(problem.dropout_rate)
+    if extras.query_lengths is None or dlse is None:
+        return delta
+    row = jax.lax.broadcasted_iota(jnp.int32, delta.shape, 2)
+    return jnp.where(row < extras.query_lengths[:, None, None], delta, -dlse)  # kernels add 0
 
 
 def _dsinks(extras: Extras, lse, delta):

@@ -26,12 +26,11 @@ whole tiles, their blocks are a cluster: they keep step, copy one tile of the bi
 each other parts of dS, of which the warpgroup that loads stores the sum (`cluster_sums`, `_peers`).
 A block whose bias is its own stores dS likewise. Else dS is added up in global memory.
 
-`backward_ends` has what runs before (row sums of out * dout, zeros to add into) and after (dq in
-its place). Warpgroups 0 and 1 are consumers, warpgroup 2 loads. `backward_keys` (head dims up to
-128) gives each consumer half of the keys; `backward_roles` (above) gives one dv, the other dk.
-Shared memory: K, V; a ring of num_stages tiles of q, dout, their two statistics and (where TMA can
-copy it and there is room) the bias; slots of dS; with roles slots of P. dk and dv leave through K
-and V.
+`backward_ends` has what runs before (the statistics, zeros to add into) and after (dq in its
+place). Warpgroups 0 and 1 are consumers, warpgroup 2 loads. `backward_keys` (head dims up to 128)
+gives each consumer half of the keys; `backward_roles` (above) gives one dv, the other dk. Shared
+memory: K, V; a ring of num_stages tiles of q, dout, their two statistics and (where TMA can copy it
+and there is room) the bias; slots of dS; with roles slots of P. dk and dv leave through K and V.
 
 | barrier | arrives | waits | count |
 |---|---|---|---|
@@ -52,7 +51,7 @@ copies made with `tail_tile`.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +60,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import dropout, io_kernels, masks, tile_math
+from pallas_flash import dropout, io_kernels, masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import backward_keys, backward_roles
 from pallas_flash.kernels.sm90.backward_common import Block, Gmem, Launch
-from pallas_flash.kernels.sm90.backward_ends import finish_dq, zeros_after
+from pallas_flash.kernels.sm90.backward_ends import finish_dq, row_statistics, zeros_after
 from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, with_bias
 from pallas_flash.kernels.sm90.cost import cost_estimate
 from pallas_flash.kernels.sm90.smem import check_smem
@@ -76,13 +75,32 @@ from pallas_flash.kernels.sm90.visits import prepared
 _SPLITS = dict(keys=backward_keys, roles=backward_roles)
 
 
+class Gradients(NamedTuple):
+    """What `flash_backward` makes; None where it was not asked for.
+
+    Attributes:
+      dq: (B, T, N, H).
+      dk: (B, S, K * kv_parts, H), the parts of a kv head in sequence.
+      dv: (B, S, K * kv_parts, Hv).
+      dbias: in the shape of the bias, float32 or its dtype.
+      neg_delta: float32 (B, N, >= q_len), see `backward_ends.Statistics`.
+    """
+
+    dq: jax.Array | None
+    dk: jax.Array
+    dv: jax.Array
+    dbias: jax.Array | None
+    neg_delta: jax.Array
+
+
 def flash_backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    out: jax.Array,
     dout: jax.Array,
     lse: jax.Array,
-    delta: jax.Array,
+    dlse: jax.Array | None,
     scale: jax.Array,
     *,
     mask: masks.Mask,
@@ -97,7 +115,7 @@ def flash_backward(
     kv_parts: int = 1,
     dq_factor: jax.Array | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
+) -> Gradients:
     """Gradients of attention.
 
     B batch, T queries and S keys padded with zeros to a multiple of 8, N query heads, K kv heads,
@@ -107,10 +125,11 @@ def flash_backward(
       q: (B, T, N, H), float16 or bfloat16.
       k: (B, S, K, H).
       v: (B, S, K, Hv).
+      out: (B, T, N, Hv).
       dout: (B, T, N, Hv).
       lse: float32 (B, N, >= q_len), natural log; -inf for a row that sees no key.
-      delta: float32 (B, N, >= q_len), rowsum(out * dout) - dlse.
-      scale: float32 (B,), positive.
+      dlse: float32 (B, N, >= q_len), or None for 0.
+      scale: float32 (1|B,), positive.
       mask: what hides pairs.
       q_len: queries without padding.
       kv_len: keys without padding.
@@ -122,13 +141,9 @@ def flash_backward(
       make_dbias: make the gradient of `extras.bias`, too.
       kv_parts: blocks that share the query heads of one kv head and tile of keys; divides N / K.
         Their sums of dk and dv, in the dtype of k and v, are for the caller to add up.
-      dq_factor: float32 (B,), on dq in the dtype of q; None leaves dq in float32 without the scale.
+      dq_factor: float32 (1|B,), on dq in the dtype of q; None leaves dq in float32 without the
+        scale.
       interpret: run in Pallas' interpret mode.
-
-    Returns:
-      dq: (B, T, N, H), see `dq_factor`, or None; dk: (B, S, K * kv_parts, H), the parts of a kv
-      head in sequence; dv: (B, S, K * kv_parts, Hv); dbias: in the shape of the bias, float32 or
-      its dtype, or None.
 
     Raises:
       ValueError: the tiles of `config` do not fit the problem, or `kv_parts` its heads, or head
@@ -166,9 +181,11 @@ def flash_backward(
         launch = dataclasses.replace(launch, peers=_peers(launch, extras))
     check_smem(f"backward with {config}", _gpu_scratch(launch))
 
-    statistics = _statistics(launch, extras, lse, delta, scale)
+    neg_lse, neg_delta, zeros = row_statistics(
+        launch, out, dout, lse, dlse, scale, extras.query_lengths
+    )
     prepared_extras = prepared(launch, extras, by_kv=True, at_least_one=False)
-    operands = Gmem(q, k, v, dout, *statistics, scale, prepared_extras)
+    operands = Gmem(q, k, v, dout, neg_lse, neg_delta, scale, prepared_extras)
     if extras.query_lengths is not None:
         operands = operands._replace(
             q_tail=tail_tile(q, extras.query_lengths, config.block_q),
@@ -179,15 +196,13 @@ def flash_backward(
             k_tail=tail_tile(k, extras.kv_lengths, config.block_kv),
             v_tail=tail_tile(v, extras.kv_lengths, config.block_kv),
         )
-    sums = {}
-    if make_dq:
-        sums["dq"] = _zero_dq(launch, delta)
+    sums = {} if zeros is None else dict(dq=zeros)
     if make_dbias and not (launch.peers and launch.visits_all):
-        sums["dbias"] = _zero_dbias(launch, extras.bias, delta)
+        sums["dbias"] = _zero_dbias(launch, extras.bias, neg_delta)
     made = _run_adding(launch, operands, sums)
     dq = _finished_dq(launch, made["dq"], q, extras, dq_factor) if make_dq else None
     dbias = _ordered_dbias(launch, made["dbias"], extras.bias) if make_dbias else None
-    return dq, made["dk"], made["dv"], dbias
+    return Gradients(dq, made["dk"], made["dv"], dbias, neg_delta)
 
 
 def _peers(launch: Launch, extras: Extras) -> int:
@@ -235,35 +250,7 @@ def _gpu_scratch(launch: Launch) -> dict[str, Any]:
     return _SPLITS[launch.config.split].scratch(launch)
 
 
-def _statistics(launch: Launch, extras: Extras, lse, delta, scale):
-    """-lse (`Gmem.neg_lse`) and -delta, (B, N, whole q tiles), for the kernel to add.
-
-    -inf and 0 for rows that see no key. -delta over the factor of dropout, as dP arrives.
-    """
-    lse, delta = lse[..., : launch.q_len], delta[..., : launch.q_len]
-    sees = lse > -jnp.inf
-    if extras.query_lengths is not None:
-        row = lax.iota(jnp.int32, launch.q_len)
-        sees &= row < extras.query_lengths.astype(jnp.int32)[:, None, None]
-    per_lse = 1.0 / scale[:, None, None] if extras.soft_cap is None else tile_math.LOG2E
-    neg_lse = jnp.where(sees, -lse * per_lse, -jnp.inf)
-    neg_delta = jnp.where(sees, -delta, 0.0)
-    if launch.dropout_rate:
-        neg_delta = neg_delta * (1.0 - launch.dropout_rate)
-    padding = launch.num_q_tiles * launch.config.block_q - launch.q_len
-    pad = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, padding)), constant_values=value)
-    return pad(neg_lse, -jnp.inf), pad(neg_delta, 0.0)
-
-
-def _zero_dq(launch: Launch, delta) -> jax.Array:
-    """Zeros to add dq into."""
-    writers = launch.op.dq_writers(launch.num_kv_tiles)
-    tiles = launch.num_q_heads * launch.num_q_tiles
-    tile = launch.config.block_q * launch.head_dim
-    return zeros_after(delta, (writers, launch.batch, tiles, tile), interpret=launch.interpret)
-
-
-def _zero_dbias(launch: Launch, bias, delta) -> jax.Array:
+def _zero_dbias(launch: Launch, bias, after) -> jax.Array:
     """Zeros to add the gradient of the bias into: one tile for all that shares a piece of bias.
 
     In interpret mode, which has no atomics, every tile of the logits has its own. Where the
@@ -271,7 +258,7 @@ def _zero_dbias(launch: Launch, bias, delta) -> jax.Array:
     """
     if launch.peers:
         stored = _stored_dbias(launch, bias)
-        zeros = zeros_after(delta, (stored.size // 4096, 4096), dtype=stored.dtype)
+        zeros = zeros_after(after, (stored.size // 4096, 4096), dtype=stored.dtype)
         return zeros.reshape(stored.shape)
     tiles = (launch.num_q_tiles, launch.num_kv_tiles)
     tile = launch.config.block_q * launch.config.block_kv
@@ -280,7 +267,7 @@ def _zero_dbias(launch: Launch, bias, delta) -> jax.Array:
         tiles = tuple(1 if n == 1 else t for n, t in zip(bias.shape[2:], tiles, strict=True))
     else:
         lead = (launch.batch, launch.num_q_heads)
-    return zeros_after(delta, (*lead, *tiles, tile), interpret=launch.interpret)
+    return zeros_after(after, (*lead, *tiles, tile), interpret=launch.interpret)
 
 
 def _stored_dbias(launch: Launch, bias) -> jax.ShapeDtypeStruct:
@@ -313,7 +300,7 @@ def _finished_dq(launch: Launch, dq, q, extras: Extras, factor) -> jax.Array:
     kept = dropout.keep_scale(launch.dropout_rate)
     return finish_dq(
         dq,
-        jnp.full((launch.batch,), kept, jnp.float32) if factor is None else factor * kept,
+        jnp.full((1,), kept, jnp.float32) if factor is None else factor * kept,
         shape=q.shape,
         dtype=jnp.float32 if factor is None else q.dtype,
         block_q=launch.config.block_q,

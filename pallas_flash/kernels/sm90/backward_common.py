@@ -43,7 +43,7 @@ class Gmem(NamedTuple):
       neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores; in log2 units with a
         soft cap, after which it is added.
       neg_delta: float32, the same shape, -delta: where the gradients of P start from.
-      scale: float32 (B,).
+      scale: float32 (1|B,).
       extras: arrays of the mask and of further terms.
       q_tail, dout_tail, k_tail, v_tail: the tile that a length cuts, zeroed behind it.
       dq: float32 (writers, B, N * q tiles, block_q * H), added into; see `mma.add_dq`.
@@ -296,7 +296,8 @@ class Block:
 
     def dk_factor(self):
         """From sums of dlogits times q to dk."""
-        return self.undropped(self.gmem.scale[self.walk.b])
+        scale = self.gmem.scale
+        return self.undropped(scale[self.launch.entry(scale, self.walk.b)])
 
     def hides(self, masked: bool, is_tame):
         """A step of this kind may hide pairs."""

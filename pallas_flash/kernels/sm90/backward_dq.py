@@ -16,8 +16,8 @@ run back to back while the other consumer, which waits for the tensor-core token
 dS. Step -1 has dS = 0, which costs one small product a tile and saves a copy of the loop. A tile
 without visible keys makes one step in which everything is hidden.
 
-Queries are rows here, so lse and delta are two registers a thread and accumulators start from zero,
-which is free while other products run; a start from the statistics would wait for them.
+Queries are rows here, so lse and -delta are two registers a thread each and accumulators start from
+zero, which is free while other products run; a start from the statistics would wait for them.
 
 Shared memory: q [block_q, H], dout [block_q, Hv], k [k_stages, block_kv, H],
 v [v_stages, block_kv, Hv].
@@ -59,7 +59,7 @@ def flash_backward_dq(
     v: Array,
     dout: Array,
     lse: Array,
-    delta: Array,
+    neg_delta: Array,
     scale: Array,
     *,
     mask: masks.Mask,
@@ -82,8 +82,9 @@ def flash_backward_dq(
       v: (B, S, K, Hv); query head n reads kv head n // (N / K).
       dout: (B, T, N, Hv).
       lse: float32 (B, N, >= q_len), natural log; -inf for a row that sees no key.
-      delta: float32 (B, N, >= q_len), rowsum(out * dout) - dlse.
-      scale: float32 (B,), positive.
+      neg_delta: float32 (B, N, whole strips of 64 queries), dlse - rowsum(out * dout), over the
+        factor of dropout; 0 for a row that sees no key.
+      scale: float32 (1|B,), positive.
       mask: what hides pairs.
       q_len: true number of queries, at most T and more than T - 8.
       kv_len: true number of keys, at most S and more than S - 8.
@@ -129,8 +130,8 @@ def flash_backward_dq(
         k=k,
         v=v,
         dout=dout,
-        lse=_whole_rows(lse, -jnp.inf),
-        delta=_whole_rows(delta, 0.0),
+        lse=_whole_rows(lse),
+        neg_delta=neg_delta,
         scale=scale,
         extras=prepared(plan, extras, at_least_one=True),
         k_tail=tail(k),
@@ -176,12 +177,12 @@ def _only_tile(plan: "_Plan", gmem: Any) -> tiles.Tile:
     return tiles.tile_at(plan, gmem, lax.axis_index("block"), zero, zero)
 
 
-def _whole_rows(statistic: Array, fill: float) -> Array:
+def _whole_rows(lse: Array) -> Array:
     """[..., Tl] with Tl a multiple of what one consumer reads."""
-    missing = -statistic.shape[-1] % tiles.WG_ROWS
+    missing = -lse.shape[-1] % tiles.WG_ROWS
     if not missing:
-        return statistic
-    return jnp.pad(statistic, ((0, 0), (0, 0), (0, missing)), constant_values=fill)
+        return lse
+    return jnp.pad(lse, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,7 +248,7 @@ class _Gmem(NamedTuple):
     v: Any
     dout: Any
     lse: Any
-    delta: Any
+    neg_delta: Any
     scale: Any
     extras: Extras
     k_tail: Any = None
@@ -344,13 +345,12 @@ class _Statistics(NamedTuple):
     Attributes:
       units: of the scores.
       lse2: log-sum-exp in log2 units; +inf for a row that sees no key, so that its P is 0. [64]
-      delta: as in `flash_backward_dq`, over the factor of dropout; 0 for a row that sees no key.
-        [64]
+      neg_delta: as in `flash_backward_dq`. [64]
     """
 
     units: logits.Units
     lse2: Any
-    delta: Any
+    neg_delta: Any
 
 
 def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, wg: Int) -> None:
@@ -380,12 +380,10 @@ def _load_statistics(work: _Work, gmem: _Gmem) -> _Statistics:
         return plgpu.load(rows, layout=registers.ROW_LAYOUT, optimized=False)
 
     lse = load(gmem.lse)
-    sees = lse > -jnp.inf
-    plan = work.plan
     return _Statistics(
-        units=logits.units(plan, gmem.extras, gmem.scale, work.tile.batch, keeps_tanh=True),
-        lse2=jnp.where(sees, lse * tile_math.LOG2E, jnp.inf),
-        delta=jnp.where(sees, load(gmem.delta) * (1.0 - plan.dropout_rate), 0.0),
+        units=logits.units(work.plan, gmem.extras, gmem.scale, work.tile.batch, keeps_tanh=True),
+        lse2=jnp.where(lse > -jnp.inf, lse * tile_math.LOG2E, jnp.inf),
+        neg_delta=load(gmem.neg_delta),
     )
 
 
@@ -433,7 +431,7 @@ def _step(work: _Work, statistics: _Statistics, dq, scores, dp, i: Int, ds, *, m
     plgpu.barrier_arrive(scratch.v_consumed.at[v_slot])
     if keep is not None:
         dp = jnp.where(keep, dp, 0.0)
-    dp = dp - tile_math.spread(statistics.delta, dp.shape)
+    dp = dp + tile_math.spread(statistics.neg_delta, dp.shape)
     ds = tile_math.dlogits(weights, dp, has_hidden=masked or "bias" in work.plan.terms)
     return ds.astype(work.plan.dtype)
 
@@ -468,7 +466,8 @@ def _finish(work: _Work, gmem: _Gmem, dq) -> None:
         out[...] = dq
         return
     staged = work.my_rows(work.scratch.q)
-    staged[...] = (dq * gmem.scale[tile.batch]).astype(plan.dtype)
+    scale = gmem.scale[plan.entry(gmem.scale, tile.batch)]
+    staged[...] = (dq * scale).astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged, out)
     plgpu.wait_smem_to_gmem(0)

@@ -1,24 +1,25 @@
 """The two ends of the fused backward: kernels that only move memory, before it and after it.
 
-    row_dots     rowsum(out * dout)
-    zeros_after  what dq and the gradient of a bias are added into
-    finish_dq    dq in register order, times a factor, to where a gradient of the queries belongs
+    row_statistics  -lse and -rowsum(out * dout) for the kernel to add, zeros for it to add dq into
+    zeros_after     what the gradient of a bias is added into
+    finish_dq       dq in register order, times a factor, to where a gradient of the queries belongs
 
 A block of the grid is 64 queries of one head, heads fastest: blocks that run together make whole
 rows of (T, N, H). Nothing is pipelined inside a block: several of them are on an SM, so that some
-copy while others compute. `row_dots` reads out and dout by TMA, 8 lanes to a row; `finish_dq` has
-one warpgroup for each 64 columns (for a row that is no multiple of them, one), which reads the
-accumulator just as `mma.GpuOps.add_dq` added it.
+copy while others compute. `row_statistics` reads by TMA, out and dout with 8 lanes to a row, and
+stores its zeros while the copies come; `finish_dq` has one warpgroup for each 64 columns (for a row
+that is no multiple of them, one), which reads the accumulator just as `mma.GpuOps.add_dq` added it.
 
-Strips of 64 queries behind a query length (or T) are not read; `finish_dq` writes zeros there.
+Strips of 64 queries behind a query length (or T) are not read; `row_statistics` writes there what
+keeps a row out of everything, `finish_dq` zeros.
 
 | barrier | arrives | waits | count |
 |---|---|---|---|
-| ready (row_dots) | copies of out and dout | the warpgroup | 1 of 2 |
+| ready (row_statistics) | copies of out, dout, lse, any dlse | the warpgroup | 1 of 3 or 4 |
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import loads, registers
+from pallas_flash.kernels.sm90.backward_common import Launch
 from pallas_flash.kernels.sm90.call import div, rem
 from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
 from pallas_flash.kernels.sm90.smem import tiled_smem
@@ -38,60 +41,106 @@ COLUMNS = 64  # of head_dim, of one warpgroup of finish_dq
 ZEROS = 4096  # of one block of zeros_after: most tiles of dq and of a bias are whole blocks
 
 
-def row_dots(
+class Statistics(NamedTuple):
+    """What the fused backward takes of each query beside q and dout.
+
+    Attributes:
+      neg_lse: float32 (B, N, q tiles * block_q), see `backward_common.Gmem`; -inf for a row that
+        sees no key or lies behind a length or T.
+      neg_delta: float32, the same shape: dlse - rowsum(out * dout), over the factor of dropout, as
+        dP arrives; 0 where neg_lse is -inf.
+      dq: float32 zeros to add dq into, (writers, B, N * q tiles, block_q * H); None unless the
+        launch makes dq.
+    """
+
+    neg_lse: jax.Array
+    neg_delta: jax.Array
+    dq: jax.Array | None
+
+
+class _Rows(NamedTuple):
+    """What `row_statistics` reads, in global memory; None where absent.
+
+    per_lse: float32 (1|B,), from lse to the units of the scores.
+    """
+
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+    per_lse: Any
+    query_lengths: Any
+
+
+def row_statistics(
+    launch: Launch,
     out: jax.Array,
     dout: jax.Array,
-    *,
-    q_len: int,
+    lse: jax.Array,
+    dlse: jax.Array | None,
+    scale: jax.Array,
     query_lengths: jax.Array | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """rowsum(out * dout): what the backward kernel needs first.
+) -> Statistics:
+    """What runs before the fused backward of this launch.
 
     Args:
+      launch: the kernel that it is for.
       out: (B, T, N, Hv), bfloat16 or float16, T a multiple of 8, Hv of 16. Behind a length it may
         hold anything.
-      dout: (B, T, N, Hv).
-      q_len: queries without padding.
+      dout: (B, T, N, Hv), the same.
+      lse: float32 (B, N, >= q_len), natural log; -inf for a row that sees no key.
+      dlse: float32 (B, N, >= q_len), or None for 0.
+      scale: float32 (1|B,), positive.
       query_lengths: int32 (B,), in [0, q_len].
-      interpret: run in Pallas' interpret mode.
-
-    Returns:
-      float32 (B, N, T rounded up to a multiple of 64). Rows at or behind a query length or q_len
-      mean nothing.
     """
-    batch, _, heads, head_dim_v = out.shape
-    strips = -(-q_len // STRIP)
-    has_lengths = query_lengths is not None
+    heads, strips = launch.num_q_heads, launch.num_q_tiles * launch.config.block_q // STRIP
+    rows = _Rows(
+        out=out,
+        dout=dout,
+        lse=_whole_strips(launch, lse, -jnp.inf),
+        dlse=None if dlse is None else _whole_strips(launch, dlse, 0.0),
+        per_lse=None if "soft_cap" in launch.terms else 1.0 / scale,
+        query_lengths=query_lengths,
+    )
+    given, structure = jax.tree.flatten(rows)
+    statistic = jax.ShapeDtypeStruct((launch.batch, heads, strips * STRIP), jnp.float32)
+    made = [statistic, statistic, *([_dq_sums(launch)] if launch.make_dq else [])]
 
-    def body(*refs, buffers, sums, ready):
-        arrays, delta = refs[:2], refs[-1]
+    def body(*refs, tiles, read, written, ready):
+        gmem, made = jax.tree.unflatten(structure, refs[: len(given)]), refs[len(given) :]
         b, strip, head = _place(strips, heads)
         row0 = strip * STRIP
+        end = _first_without_meaning(launch, gmem.query_lengths, b, strips)
+
+        def write(statistics):
+            written[0], written[1] = statistics
 
         def run():
-            for array, buffer in zip(arrays, buffers, strict=True):
-                rows = array.at[b, pl.ds(row0, STRIP), head]
-                plgpu.copy_gmem_to_smem(rows, buffer, ready)
             plgpu.barrier_wait(ready)
-            sums[...] = _row_dots(*buffers)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(sums, delta.at[b, head, pl.ds(row0, STRIP)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            write(_statistics(launch, gmem, tiles, read, b, row0))
 
-        _when_valid(refs[2] if has_lengths else None, b, row0, run)
+        copy = lambda: _copy_rows(gmem, b, row0, head, tiles, read, ready)
+        _when_before(end, row0, copy)
+        for dq in made[2:]:  # while the copies come
+            _clear_strip(launch, dq, b, head, strip)
+        _when_before(end, row0, run, lambda: write(_no_statistics(launch)))
+        plgpu.commit_smem()
+        for i, array in enumerate(made[:2]):
+            plgpu.copy_smem_to_gmem(written.at[i], array.at[b, head, pl.ds(row0, STRIP)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    (delta,) = _kernel(
+    statistics = _kernel(
         body,
-        [jax.ShapeDtypeStruct((batch, heads, strips * STRIP), jnp.float32)],
-        "flash_backward_row_dots",
-        blocks=batch * strips * heads,
-        interpret=interpret,
-        buffers=[plgpu.SMEM((STRIP, head_dim_v), x.dtype) for x in (out, dout)],
-        sums=plgpu.SMEM((STRIP,), jnp.float32),
-        ready=plgpu.Barrier(num_arrivals=2),
-    )(out, dout, *([query_lengths] if has_lengths else []))
-    return delta
+        made,
+        "flash_backward_statistics",
+        blocks=launch.batch * strips * heads,
+        interpret=launch.interpret,
+        tiles=[plgpu.SMEM((STRIP, launch.head_dim_v), x.dtype) for x in (out, dout)],
+        read=plgpu.SMEM((2, STRIP), jnp.float32),
+        written=plgpu.SMEM((2, STRIP), jnp.float32),
+        ready=plgpu.Barrier(num_arrivals=2 + len(_statistics_of(rows))),
+    )(*given)
+    return Statistics(*statistics, *(() if launch.make_dq else (None,)))
 
 
 def zeros_after(
@@ -135,7 +184,7 @@ def finish_dq(
 
     Args:
       dq: float32 (writers, B, N * q tiles, block_q * H), each tile in the order of `mma.add_dq`.
-      factor: float32 (B,).
+      factor: float32 (1|B,).
       shape: (B, T, N, H), T = q_len rounded up to a multiple of 8.
       dtype: of the result, bfloat16, float16 or float32.
       block_q: rows of a tile of dq, 64 or 128.
@@ -144,7 +193,7 @@ def finish_dq(
       interpret: the buffer comes from interpret mode.
 
     Returns:
-      `shape`: dq * factor[b], 0 at and behind a query length.
+      `shape`: dq * factor, 0 at and behind a query length.
     """
     if interpret:
         return _finish_in_xla(dq, factor, shape, dtype, block_q, query_lengths)
@@ -163,13 +212,15 @@ def finish_dq(
         def read():
             row, first = _strip_of_dq(block_q, head_dim, q_len, head, strip)
             part = source.at[0, b, row, pl.ds(first + wg * piece, piece)]
-            tile[...] = (loads.load_added(part, (STRIP, columns)) * factors[b]).astype(dtype)
+            tile[...] = (loads.load_added(part, (STRIP, columns)) * _of_row(factors, b)).astype(
+                dtype
+            )
 
         def clear():
             zero = jnp.zeros((STRIP, columns), dtype)
             tile[...] = plgpu.layout_cast(zero, registers.ACC_LAYOUT)
 
-        _when_valid(refs[2] if has_lengths else None, b, row0, read, clear)
+        _when_before(refs[2][b] if has_lengths else None, row0, read, clear)
         plgpu.commit_smem()
         at = b, pl.ds(row0, STRIP), head, pl.ds(wg * columns, columns)
         plgpu.copy_smem_to_gmem(tile, out.at[at])
@@ -212,15 +263,20 @@ def _place(strips: int, heads: int):
     return div(row, strips), rem(row, strips), head
 
 
-def _when_valid(lengths, b, row0, run, otherwise=None) -> None:
-    """run() where the strip at row0 begins before the length of batch row b."""
-    if lengths is None:
+def _of_row(array, b):
+    """Entry of batch row b of an array (1|B,)."""
+    return array[b if array.shape[0] > 1 else 0]
+
+
+def _when_before(end, row0, run, otherwise=None) -> None:
+    """run() where row0 < end; always where end is None."""
+    if end is None:
         run()
         return
-    valid = row0 < lengths[b]
-    pl.when(valid)(run)
+    before = row0 < end
+    pl.when(before)(run)
     if otherwise is not None:
-        pl.when(jnp.logical_not(valid))(otherwise)
+        pl.when(jnp.logical_not(before))(otherwise)
 
 
 def _strip_of_dq(block_q: int, head_dim: int, q_len: int, head, strip):
@@ -228,6 +284,80 @@ def _strip_of_dq(block_q: int, head_dim: int, q_len: int, head, strip):
     strips_a_tile = block_q // STRIP
     row = head * -(-q_len // block_q) + div(strip, strips_a_tile)
     return row, rem(strip, strips_a_tile) * (STRIP * head_dim)
+
+
+def _whole_strips(launch: Launch, statistic, fill: float):
+    """(B, N, >= q_len) -> (B, N, whole strips), `fill` behind q_len."""
+    rows = -(-launch.q_len // STRIP) * STRIP
+    statistic = statistic[..., : launch.q_len]
+    if rows == launch.q_len:
+        return statistic
+    padding = ((0, 0), (0, 0), (0, rows - launch.q_len))
+    return jnp.pad(statistic, padding, constant_values=fill)
+
+
+def _statistics_of(rows: _Rows) -> list[Any]:
+    """lse and, if there is one, dlse."""
+    return [x for x in (rows.lse, rows.dlse) if x is not None]
+
+
+def _dq_sums(launch: Launch) -> jax.ShapeDtypeStruct:
+    """What dq is added into, see `backward_common.Gmem`."""
+    writers = launch.op.dq_writers(launch.num_kv_tiles)
+    tiles, tile = launch.num_q_heads * launch.num_q_tiles, launch.config.block_q * launch.head_dim
+    return jax.ShapeDtypeStruct((writers, launch.batch, tiles, tile), jnp.float32)
+
+
+def _first_without_meaning(launch: Launch, lengths, b, strips: int):
+    """Row of batch row b from which on strips are not read; None where all of them are."""
+    if lengths is not None:
+        return lengths[b]
+    return launch.q_len if launch.q_len <= (strips - 1) * STRIP else None
+
+
+def _copy_rows(rows: _Rows, b, row0, head, tiles, read, ready) -> None:
+    """Starts the copies of a strip: out and dout to `tiles`, lse and dlse to `read`."""
+    here = pl.ds(row0, STRIP)
+    for array, tile in zip((rows.out, rows.dout), tiles, strict=True):
+        plgpu.copy_gmem_to_smem(array.at[b, here, head], tile, ready)
+    for i, array in enumerate(_statistics_of(rows)):
+        plgpu.copy_gmem_to_smem(array.at[b, head, here], read.at[i], ready)
+
+
+def _clear_strip(launch: Launch, dq, b, head, strip) -> None:
+    """Zeros to one strip of `Statistics.dq`, 16 bytes a thread and store."""
+    block_q, head_dim, size = launch.config.block_q, launch.head_dim, STRIP * launch.head_dim
+    row, first = _strip_of_dq(block_q, head_dim, launch.q_len, head, strip)
+    zero = jnp.zeros((size,), jnp.float32)
+    zero = plgpu.layout_cast(zero, plgpu.Layout.WG_STRIDED((size,), vec_size=4))
+    for writer in range(dq.shape[0]):
+        dq[writer, b, row, pl.ds(first, size)] = zero
+
+
+def _statistics(launch: Launch, rows: _Rows, tiles, read, b, row0):
+    """-lse and -delta of the strip at row0, as `Statistics` has them. [STRIP] each
+
+    tiles: out and dout; read: lse and, if there is one, dlse, all in shared memory.
+    """
+    layout = _row_layout(launch.head_dim_v)
+    neg_delta, lse = -_row_dots(*tiles), plgpu.load(read.at[0], layout=layout)
+    if rows.dlse is not None:
+        neg_delta = neg_delta + plgpu.load(read.at[1], layout=layout)
+    if launch.dropout_rate:
+        neg_delta = neg_delta * (1.0 - launch.dropout_rate)
+    per_lse = tile_math.LOG2E if rows.per_lse is None else _of_row(rows.per_lse, b)
+    sees = lse > -jnp.inf
+    if rows.query_lengths is not None:
+        row = row0 + plgpu.broadcasted_iota(jnp.int32, (STRIP,), 0, layout=layout)
+        sees &= row < rows.query_lengths[b]
+    return jnp.where(sees, -lse * per_lse, -jnp.inf), jnp.where(sees, neg_delta, 0.0)
+
+
+def _no_statistics(launch: Launch):
+    """-lse and -delta of a strip without meaning. [STRIP] each"""
+    layout = _row_layout(launch.head_dim_v)
+    fill = lambda value: plgpu.layout_cast(jnp.full((STRIP,), value, jnp.float32), layout)
+    return fill(-jnp.inf), fill(0.0)
 
 
 def _row_dots(x, y):
@@ -248,6 +378,11 @@ def _lanes_a_row(columns: int):
     lanes = step // 8
     tiling = fa.Tiling(((128 // lanes, step), (32 // lanes, step), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def _row_layout(columns: int):
+    """A layout for a value a row: that of the sums."""
+    return _lanes_a_row(columns).reduce(1)
 
 
 def _finish_in_xla(dq, factor, shape, dtype, block_q: int, query_lengths):

@@ -136,7 +136,11 @@ def await_parts(box: Mailbox, i) -> None:
 
 
 def _barrier(words):
-    return mgpu.utils.BarrierRef(mgpu.utils.memref_ptr(words), i32_const(0), None, 1)
+    """For those who know its phase themselves: `phases` is a stand-in."""
+    zero = i32_const(0)
+    return mgpu.utils.BarrierRef(
+        mgpu.utils.memref_ptr(words), offset=zero, phases=zero, num_barriers=1
+    )
 
 
 def store_sum(tile, others, out, where, *, rank, peers: int, factor: float) -> None:

@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     Attributes:
       q: (B * P, R, K, H).
       k, v: (B * P, S / P, K, H) and (B * P, S / P, K, Hv).
-      scale: float32 (B * P,).
+      scale: float32 (1|B * P,).
       extras: what masks and terms read; sinks have no part in it.
       mask: of these rows.
       config: how the kernel is cut.
@@ -72,7 +72,7 @@ def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
         q=jnp.repeat(rows, parts, axis=0),
         k=in_parts(k),
         v=in_parts(v),
-        scale=jnp.repeat(scale, parts, axis=0),
+        scale=of_parts(scale),
         extras=Extras(kv_lengths=lengths, mask=visible, soft_cap=of_parts(extras.soft_cap)),
         mask=mask,
         config=tuned.few_queries(q.shape[3], v.shape[3]),

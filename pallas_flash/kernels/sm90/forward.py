@@ -91,7 +91,7 @@ def flash_forward(
       q: (B, T, N, H), bfloat16 or float16; T and S are multiples of 8, zero past q_len and kv_len.
       k: (B, S, K, H).
       v: (B, S, K, Hv); query head n reads kv head n // (N / K).
-      scale: float32 (B,), positive.
+      scale: float32 (1|B,), positive.
       mask: what hides pairs.
       q_len: true number of queries, at most T and more than T - 8.
       kv_len: true number of keys, at most S and more than S - 8.

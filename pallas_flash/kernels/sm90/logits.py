@@ -57,8 +57,8 @@ class Staged(NamedTuple):
 
 
 def units(call: Call, extras: Extras, scale, b: Int, *, keeps_tanh: bool = False) -> Units:
-    """`scale` is the array (B,). keeps_tanh: with a soft cap scores are the tanh itself."""
-    scale = scale[b]
+    """`scale` is the array (1|B,). keeps_tanh: with a soft cap scores are the tanh itself."""
+    scale = scale[call.entry(scale, b)]
     inverse = 1.0 / scale if call.terms & ADDITIVE else None
     if "soft_cap" not in call.terms:
         return Units(scale * tile_math.LOG2E, inverse)

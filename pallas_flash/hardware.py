@@ -15,6 +15,10 @@ class GpuLimits:
     smem_bytes: int
     num_sms: int
 
+    def smem_share(self, blocks: int) -> int:
+        """What each of several blocks on a multiprocessor may use; the system takes 1 KB of each."""
+        return (self.smem_bytes + 1024) // blocks - 1024
+
 
 SM90 = GpuLimits(smem_bytes=232_448, num_sms=132)
 

@@ -16,7 +16,7 @@ class GpuLimits:
     num_sms: int
 
     def smem_share(self, blocks: int) -> int:
-        """What each of several blocks on a multiprocessor may use; the system takes 1 KB of each."""
+        """Shared memory of each of several blocks; the system takes 1 KB for each."""
         return (self.smem_bytes + 1024) // blocks - 1024
 
 

@@ -21,7 +21,7 @@ class ForwardConfig:
     """One forward kernel.
 
     Attributes:
-      compute_wgs: consumer warpgroups, 64 query rows each.
+      compute_wgs: consumer warpgroups, 64 query rows each; 1 is for few queries.
       block_kv: keys a step.
       num_stages: slots of the K ring and of the V ring.
       overlap: issue QK of the next step before this step's softmax (else in turn).
@@ -29,7 +29,9 @@ class ForwardConfig:
         more. 0 rescales every step. Exact in real arithmetic either way.
       q_stages: slots of the Q ring.
       output_through_q: stage the output in the Q buffer, where head_dim and head_dim_v are equal.
-      persistent: one block an SM over a schedule made ahead (else one block a tile).
+      persistent: as many blocks as run at a time, over a schedule made ahead (else one a tile).
+      blocks_per_sm: blocks that run at a time on a multiprocessor. More than one must be small: of
+        one consumer, with their share of shared memory and of registers.
       head_group: heads whose K and V are meant to share L2.
     """
 
@@ -41,16 +43,22 @@ class ForwardConfig:
     q_stages: int = 1
     output_through_q: bool = True
     persistent: bool = True
+    blocks_per_sm: int = 1
     head_group: int = 8
 
     def __post_init__(self):
-        _require(self.compute_wgs in (2, 3), f"compute_wgs={self.compute_wgs} must be 2 or 3")
+        _require(self.compute_wgs in (1, 2, 3), f"compute_wgs={self.compute_wgs} must be 1, 2 or 3")
         _require(
             self.block_kv % 64 == 0 and 64 <= self.block_kv <= 256,
             f"block_kv={self.block_kv} must be 64, 128, 192 or 256: the swizzle of V needs 64s",
         )
         _require(self.num_stages >= 2, f"num_stages={self.num_stages} must be at least 2")
         _require(self.q_stages >= 1, f"q_stages={self.q_stages} must be at least 1")
+        _require(
+            self.blocks_per_sm == 1 or (self.blocks_per_sm > 1 and self.compute_wgs == 1),
+            f"blocks_per_sm={self.blocks_per_sm} must be 1 with compute_wgs={self.compute_wgs}: "
+            "several consumers take all registers of a multiprocessor",
+        )
         _require(self.head_group >= 1, f"head_group={self.head_group} must be at least 1")
 
     @property

@@ -15,6 +15,10 @@ class GpuLimits:
     smem_bytes: int
     num_sms: int
 
+    def smem_share(self, blocks: int) -> int:
+        """Shared memory of each of several blocks; the system takes 1 KB for each."""
+        return (self.smem_bytes + 1024) // blocks - 1024
+
 
 SM90 = GpuLimits(smem_bytes=232_448, num_sms=132)
 

@@ -8,6 +8,7 @@ such as lengths and windows, counts as if it hid nothing.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from pallas_flash import hardware, io_kernels, masks, tuned
@@ -16,6 +17,7 @@ from pallas_flash.problem import Problem
 
 MOST_ROWS = 64  # of one consumer
 FEWEST_KEYS = 256  # of a part; a call with fewer is short whatever is done
+WHOLE_KEYS = 128  # the longest step
 KEYS_OF_A_START = 128  # that arrive while a block begins and ends
 # Where keys come at the rate of memory either way, the launch with more of them under way is taken,
 # though its rearranging costs a little. How little it may be is a guess, not a measurement.
@@ -68,20 +70,24 @@ def told(problem: Problem) -> str:
     )
 
 
-def num_parts(pairs: int, kv_len: int) -> int:
+def num_parts(pairs: int, kv_len: int, blocks_per_sm: int) -> int:
     """Equal parts of the keys, as many as are read soonest.
 
-    A block on every multiprocessor is enough for all the bandwidth there is.
+    A block on every multiprocessor is enough for all the bandwidth there is: only where the last
+    blocks are fewer do keys come slower.
 
     Args:
       pairs: of a batch row and a kv head.
       kv_len: a multiple of 8, or else nothing is cut.
+      blocks_per_sm: that run at a time on a multiprocessor.
     """
+    sms = hardware.SM90.num_sms
 
     def keys_read(parts: int) -> int:
-        """By the multiprocessor that has most blocks."""
-        rounds = -(-pairs * parts // hardware.SM90.num_sms)
-        return rounds * (kv_len // parts + KEYS_OF_A_START)
+        """Before the last block ends, and what could have been read meanwhile."""
+        rounds, last = divmod(pairs * parts, sms * blocks_per_sm)
+        blocks = rounds * sms * blocks_per_sm + (max(last, sms) if last else 0)
+        return blocks * (kv_len // parts + KEYS_OF_A_START)
 
     possible = range(2, kv_len // FEWEST_KEYS + 1)
     return min([1, *(p for p in possible if kv_len % (ROW_TILE * p) == 0)], key=keys_read)
@@ -99,9 +105,15 @@ def is_written_out(problem: Problem) -> bool:
 
 def cut(problem: Problem) -> tuple[ForwardConfig, int]:
     """How the kernel is cut, and into how many parts the keys are."""
-    widths = map(ForwardConfig.padded, (problem.head_dim, problem.head_dim_v))
-    parts = num_parts(problem.batch * problem.num_kv_heads, problem.kv_len)
-    return tuned.few_queries(*widths), parts
+    config_of = functools.partial(
+        tuned.few_queries,
+        *map(ForwardConfig.padded, (problem.head_dim, problem.head_dim_v)),
+        has_soft_cap=problem.soft_cap is not None,
+    )
+    pairs = problem.batch * problem.num_kv_heads
+    parts = num_parts(pairs, problem.kv_len, config_of(is_masked=False).blocks_per_sm)
+    is_whole = problem.kv_len // parts % WHOLE_KEYS == 0
+    return config_of(is_masked=bool(problem.mask.parts()) or not is_whole), parts
 
 
 def _as_it_is(problem: Problem) -> Launch:

@@ -145,6 +145,54 @@ def test_terms_compile_clean(head_dim):
     _check([(head_dim, head_dim, name, "bfloat16") for name in names])
 
 
+# Of a decoding step: static arguments, arrays by name: (dtype, shape), queries. B 2, S 4096, K 2.
+LENGTHS = {"key_value_seq_lengths": ("int32", (2,))}
+BOTTOM_RIGHT = CAUSAL | {"causal_alignment": "bottom_right"}
+FEW_QUERIES = {
+    "full": ({}, {}, 1),
+    "lengths": ({}, LENGTHS, 1),
+    "written-out": (BOTTOM_RIGHT, LENGTHS, 4),
+    "written-out-soft-cap": (BOTTOM_RIGHT, LENGTHS | {"logits_soft_cap": ("float32", ())}, 4),
+}
+
+
+def few_queries(head_dim, head_dim_v, variant):
+    """A decoding step of 4 query heads a kv head, and its arguments."""
+    static, extra, q_len = FEW_QUERIES[variant]
+    shape = lambda *size: jax.ShapeDtypeStruct((2, *size), "bfloat16")
+    arrays = {
+        "query": shape(q_len, 8, head_dim),
+        "key": shape(4096, 2, head_dim),
+        "value": shape(4096, 2, head_dim_v),
+    }
+    arrays |= {name: jax.ShapeDtypeStruct(s, dt) for name, (dt, s) in extra.items()}
+
+    def run(arrays):
+        with dispatch.assume_device("gpu", (9, 0)):
+            return pallas_flash.dot_product_attention(
+                **arrays, **static, implementation="mosaic_gpu"
+            )
+
+    return run, (arrays,)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_queries_compile_clean_and_blocks_fit(head_dim):
+    """A consumer alone moves no registers: what the launch gives it decides how many blocks run."""
+    _require_wheels()
+    cases = [(head_dim, head_dim, variant) for variant in FEW_QUERIES]
+    cases += [(192, 128, "written-out-soft-cap")] if head_dim == 128 else []
+    found = aot.kernels_of("tests.test_aot:few_queries", cases)
+    for case, (kernel,) in zip(cases, found, strict=True):
+        print(case, kernel)
+        config = tuned.few_queries(
+            *case[:2], is_masked=case[2] != "full", has_soft_cap="soft-cap" in case[2]
+        )
+        assert not kernel.notes and not kernel.spill_bytes, f"{case} {kernel}"
+        threads = 128 * (config.compute_wgs + 1) * config.blocks_per_sm
+        assert kernel.registers * threads <= 65_536, f"{case} {kernel}: blocks would not share"
+
+
 def _check(cases):
     _require_wheels()
     for case, kernels in zip(cases, aot.kernels_of("tests.test_aot:gradient", cases), strict=True):

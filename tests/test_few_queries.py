@@ -58,12 +58,12 @@ CALLS = {
 
 @pytest.fixture
 def launches(monkeypatch):
-    """(batch, queries, heads) of each launch of what stands for the kernel."""
+    """(batch, queries, heads, config) of each launch of what stands for the kernel."""
     seen = []
 
-    def flash_forward(q, k, v, scale, *, mask, q_len, kv_len, extras, **how):
+    def flash_forward(q, k, v, scale, *, mask, q_len, kv_len, extras, config, **how):
         del how
-        seen.append((q.shape[0], q_len, q.shape[2]))
+        seen.append((q.shape[0], q_len, q.shape[2], config))
         wide = lambda x, length: x[:, :length].astype(jnp.float32)
         operands = Operands(
             query=wide(q, q_len),
@@ -104,16 +104,18 @@ def test_is_the_same_attention(name, launches):
     with dispatch.assume_device("gpu", (9, 0)):
         out, lse = attend("mosaic_gpu")
     wanted_out, wanted_lse = attend("xla")
-    batch, rows, heads = launches[0]
+    batch, rows, heads, config = launches[0]
     assert (rows, heads) == (q_len * num_q_heads // num_kv_heads, num_kv_heads)
     assert batch > 2, "in parts"
+    assert rows <= config.block_q == 64, "a second consumer would have no rows and be waited for"
     np.testing.assert_allclose(out.astype("f4"), wanted_out.astype("f4"), atol=8e-3)
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
 
 
 def _problem(q_len, kv_len, heads, batch=1, **changes) -> Problem:
-    sizes = (batch, q_len, kv_len, *heads, 128, 128, "bfloat16")
-    return Problem(*sizes, **dict(mask=masks.Causal(kv_len - q_len)) | changes)
+    sizes = (batch, q_len, kv_len, *heads)
+    usual = dict(head_dim=128, head_dim_v=128, dtype="bfloat16", mask=masks.Causal(kv_len - q_len))
+    return Problem(*sizes, **usual | changes)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
@@ -159,15 +161,30 @@ def test_explain_tells_that_queries_are_rows_and_why():
 
 
 def test_parts_fill_the_chip():
-    assert io_few_queries.num_parts(64 * 8, 8192) == 1
-    assert io_few_queries.num_parts(8, 131_072) == 16  # 128 blocks, and there is room for 132
-    assert io_few_queries.num_parts(8, 100_000) == 125  # of no whole tiles
-    assert io_few_queries.num_parts(136, 8192) == 8  # 4 of them would be alone at the end
-    assert io_few_queries.num_parts(1, 512) == 2  # as many as there can be
-    assert io_few_queries.num_parts(1, 1000) == 1  # nothing divides it
+    num_parts = io_few_queries.num_parts
+    assert num_parts(64 * 8, 8192, 1) == num_parts(64 * 8, 8192, 2) == 1
+    assert num_parts(8, 131_072, 1) == 16  # 128 blocks, and there is room for 132
+    assert num_parts(8, 131_072, 2) == 32  # for 264
+    assert num_parts(8, 100_000, 1) == 125  # of no whole tiles
+    assert num_parts(136, 8192, 1) == 8  # 4 of them would be alone at the end
+    assert num_parts(136, 8192, 2) == 1  # all run at a time
+    assert num_parts(1, 512, 2) == 2  # as many as there can be
+    assert num_parts(1, 1000, 2) == 1  # nothing divides it
 
 
 @pytest.mark.parametrize("dims", [*itertools.product((16, *tuned.HEAD_DIMS), repeat=2)])
 def test_config_fits(dims):
-    config = tuned.few_queries(*dims)
-    assert forward.forward_smem_bytes(config, *dims, "bfloat16") <= 232_448
+    for is_masked, has_soft_cap in itertools.product((False, True), repeat=2):
+        config = tuned.few_queries(*dims, is_masked=is_masked, has_soft_cap=has_soft_cap)
+        room = 233_472 // config.blocks_per_sm - 1024  # a block's, and what the system takes of it
+        assert forward.forward_smem_bytes(config, *dims, "bfloat16") <= room
+        assert config.blocks_per_sm == (2 if max(dims) <= 64 and not has_soft_cap else 1)
+
+
+def test_steps_are_long_where_no_key_is_hidden():
+    cut = lambda kv_len, mask: io_few_queries.cut(
+        _problem(1, kv_len, (32, 8), batch=64, head_dim=64, head_dim_v=64, mask=mask)
+    )
+    assert cut(8192, masks.And())[0].block_kv == 128
+    assert cut(8200, masks.And())[0].block_kv == 64
+    assert cut(8192, masks.Lengths(False, True))[0].block_kv == 64

@@ -11,12 +11,16 @@ from pallas_flash import masks
 from pallas_flash.config import ForwardConfig
 from pallas_flash.kernels.sm90 import forward, mma, tiles
 from pallas_flash.kernels.sm90.call import Extras
+from pallas_flash.kernels.sm90.forward_common import Plan
 from tests.races import MISSING_WAIT, races_raise
 from tests.spoiled import spoiled
 
 TWO_OVERLAPPED = ForwardConfig(compute_wgs=2, block_kv=64, q_stages=2)
 THREE_IN_TURN = ForwardConfig(
     compute_wgs=3, block_kv=64, overlap=False, q_stages=1, output_through_q=False
+)
+ONE_IN_TURN = ForwardConfig(
+    compute_wgs=1, block_kv=64, num_stages=3, overlap=False, persistent=False, blocks_per_sm=2
 )
 CONFIGS = {
     "2-overlapped": TWO_OVERLAPPED,
@@ -162,6 +166,44 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name):
     check(SHAPES[name], alternate(name, SHAPES))
+
+
+ONE_CONSUMER = {
+    "full-overlapped-scheduled": (
+        Case(q_len=16, kv_len=136, num_q_heads=3, dtype="float16"),
+        dataclasses.replace(ONE_IN_TURN, overlap=True, persistent=True, rescale_threshold=8.0),
+    ),
+    "causal": (Case(q_len=72, kv_len=136, mask=masks.Causal(64)), ONE_IN_TURN),
+    "lengths-threshold": (
+        Case(q_len=4, kv_len=264, mask=masks.Lengths(False, True), kv_lengths=(0, 1, 128, 200)),
+        dataclasses.replace(ONE_IN_TURN, rescale_threshold=8.0),
+    ),
+    "dims-64-128": (Case(q_len=4, kv_len=264, head_dim_v=128), ONE_IN_TURN),
+}
+
+
+@pytest.mark.parametrize("name", ONE_CONSUMER)
+def test_one_consumer(name):
+    check(*ONE_CONSUMER[name], num_sms=1)
+
+
+def test_a_schedule_has_as_many_blocks_as_run_at_a_time():
+    plan = Plan(
+        config=dataclasses.replace(ONE_IN_TURN, persistent=True),
+        head_dim=64,
+        head_dim_v=64,
+        dtype="bfloat16",
+        num_q_heads=3,
+        num_sms=1,
+        facts=tiles.MaskFacts(is_static=True),
+    )
+    assert plan.num_blocks == 2
+    assert tiles.schedule(plan).tolist() == [[0, 2, 3], [1, 3, 3]]
+
+
+def test_several_consumers_leave_no_room_for_another_block():
+    with pytest.raises(ValueError, match="blocks_per_sm=2 must be 1 with compute_wgs=2"):
+        ForwardConfig(blocks_per_sm=2)
 
 
 LENGTHS = masks.Lengths(has_query=True, has_kv=True)

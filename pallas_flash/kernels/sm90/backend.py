@@ -285,8 +285,9 @@ def forward(problem: Problem, operands: Operands):
 
 
 def _run_forward(problem: Problem, arrays: _Arrays):
-    if io_few_queries.applies(_launched(problem, arrays)):
-        return _run_few_queries(problem, arrays)
+    launched = _launched(problem, arrays)
+    if io_few_queries.applies(launched):
+        return _run_few_queries(launched, arrays)
     out, lse = forward_kernel.flash_forward(
         arrays.q,
         arrays.k,

@@ -294,7 +294,7 @@ class _Work(NamedTuple):
 def _produce(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile) -> None:
     """The producer warpgroup: loads everything of this tile, in the order of its use."""
     c, steps = plan.config, jnp.int32(tile.walk.steps)
-    plgpu.set_max_registers(tiles.REGISTERS[c.compute_wgs][1], action="decrease")
+    tiles.release_registers(c.compute_wgs)
     rows = pl.ds(tile.q_lo, c.block_q)
     load_k = functools.partial(
         _load, plan, gmem, tile, gmem.k, gmem.k_tail, scratch.k, scratch.k_ready, scratch.k_consumed
@@ -356,7 +356,7 @@ class _Statistics(NamedTuple):
 def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, wg: Int) -> None:
     """A consumer warpgroup: dq of its 64 rows."""
     op, num_wgs = plan.op, plan.config.compute_wgs
-    plgpu.set_max_registers(tiles.REGISTERS[num_wgs][0], action="increase")
+    tiles.claim_registers(num_wgs)
     work = _Work(plan, scratch, gmem.extras, tile, wg)
     statistics = _load_statistics(work, gmem)
     pl.when(wg == 0)(lambda: op.token_pass(jnp.int32(0), num_wgs))

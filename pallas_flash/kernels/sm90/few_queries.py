@@ -1,6 +1,6 @@
 """Few queries against many keys, as in decoding: the forward kernel, filled another way.
 
-A tile has room for 128 queries, a decoding step brings one a head. So the query heads that share
+A consumer has room for 64 queries, a decoding step brings one a head. So the query heads that share
 a kv head become rows of one tile, and a key is read once for all of them. Where that leaves
 multiprocessors without work, the keys are cut into parts, each a batch row of its own (a reshape:
 no key is copied), and the parts meet by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import masks, tuned
+from pallas_flash import masks
 from pallas_flash.config import ForwardConfig
-from pallas_flash.io_few_queries import is_length, num_parts
+from pallas_flash.io_few_queries import cut, is_length
 from pallas_flash.kernels.sm90.call import Extras
 from pallas_flash.problem import Problem
 
@@ -51,11 +51,10 @@ class Rows(NamedTuple):
 
 
 def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
-    """The call of `problem` in rows and parts; q, k and v may be padded behind their lengths."""
+    """The call of `problem`, of one launch; q, k and v may be padded behind their lengths."""
     batch, kv_heads, group = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
     visible, lengths = _visible(problem, extras, batch)
-    is_padded = k.shape[1] != problem.kv_len
-    parts = 1 if is_padded else num_parts(batch * kv_heads, problem.kv_len)
+    config, parts = cut(problem)
     in_parts = lambda x: x.reshape(batch * parts, x.shape[1] // parts, *x.shape[2:])
     of_parts = lambda x: x if x is None or x.shape[0] == 1 else jnp.repeat(x, parts, axis=0)
     rows = q[:, : problem.q_len].reshape(batch, problem.q_len, kv_heads, group, -1)
@@ -75,7 +74,7 @@ def rearranged(problem: Problem, q, k, v, scale, extras: Extras) -> Rows:
         scale=of_parts(scale),
         extras=Extras(kv_lengths=lengths, mask=visible, soft_cap=of_parts(extras.soft_cap)),
         mask=mask,
-        config=tuned.few_queries(q.shape[3], v.shape[3]),
+        config=config,
         parts=parts,
         group=group,
     )

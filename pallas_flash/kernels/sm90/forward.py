@@ -15,7 +15,8 @@ Who does what. One block is `compute_wgs` consumer warpgroups and one producer. 
 the Q tile and rings of K and V by TMA (`produce`). Each consumer owns 64 query rows (`_consume`).
 The consumers take turns on the tensor cores by a token, so that one does softmax while another
 multiplies; the token is passed when the products are issued, not when they are complete (the
-latter costs 31 % at head_dim 64 on an H200). Two orders of a step:
+latter costs 31 % at head_dim 64 on an H200). A consumer alone has no token, and moves no registers,
+so that two blocks of one have room on a multiprocessor. Two orders of a step:
 
     _step_in_turn      QK(i), pass token; softmax(i); take token; PV(i)
     _step_overlapped   take token; QK(i), PV(i-1); pass token; softmax(i) while PV(i-1) runs
@@ -36,7 +37,8 @@ the Q slot, out [block_q, head_dim_v].
     v_ready     num_stages  TMA, 1 a step                every consumer
     v_consumed  num_stages  every consumer, 1 a step     producer
     token       one a       the consumer before, 1 an    that consumer (named barrier of the
-                consumer    issue                        two warpgroups; no data depends on it)
+                consumer    issue                        two warpgroups; no data depends on it;
+                of several                               none where there is one)
 
 Slots are used round robin over all steps (tiles) of the block. Which keys a tile walks, and where
 it must mask, comes from `masks.Bounds` or a table of `visits`; what a score is, from `logits`; the
@@ -100,7 +102,7 @@ def flash_forward(
       dropout_rate: with `extras.dropout_rows`.
       logit_bound: no logit is larger, up or down; None where nothing is known.
       config: tiles, rings and order.
-      num_sms: blocks of a scheduled launch.
+      num_sms: multiprocessors that a scheduled launch is for.
       interpret: run in Pallas' interpret mode.
 
     Returns:
@@ -188,8 +190,9 @@ def forward_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, dt
 def _consume(plan: Plan, gmem: Gmem, scratch: Scratch, wg: Int) -> None:
     """A consumer warpgroup: its 64 rows of every tile of this block."""
     num_wgs = plan.config.compute_wgs
-    plgpu.set_max_registers(tiles.REGISTERS[num_wgs][0], action="increase")
-    pl.when(wg == 0)(lambda: plan.op.token_pass(jnp.int32(0), num_wgs))
+    tiles.claim_registers(num_wgs)
+    if plan.has_token:
+        pl.when(wg == 0)(lambda: plan.op.token_pass(jnp.int32(0), num_wgs))
     tiles.for_each_tile(plan, gmem, functools.partial(_consume_tile, plan, gmem, scratch, wg))
     plgpu.wait_smem_to_gmem(0)
 

@@ -34,6 +34,11 @@ class Plan(tiles.Plan):
     def output_through_q(self) -> bool:
         return self.config.output_through_q and self.head_dim_v == self.head_dim
 
+    @property
+    def has_token(self) -> bool:
+        """Consumers take turns on the tensor cores; one alone would wait for itself."""
+        return self.config.compute_wgs > 1
+
 
 class Scratch(NamedTuple):
     """Shared memory of a block; the module's docstring says who uses it."""
@@ -141,11 +146,13 @@ class Work(NamedTuple):
         return rem(self.tile.step0 + i, self.plan.config.num_stages)
 
     def take_token(self) -> None:
-        self.plan.op.token_take(self.wg)
+        if self.plan.has_token:
+            self.plan.op.token_take(self.wg)
 
     def pass_token(self) -> None:
-        num_wgs = self.plan.config.compute_wgs
-        self.plan.op.token_pass(rem(self.wg + 1, num_wgs), num_wgs)
+        if self.plan.has_token:
+            num_wgs = self.plan.config.compute_wgs
+            self.plan.op.token_pass(rem(self.wg + 1, num_wgs), num_wgs)
 
     def with_scores(self, body):
         """body(scores=accumulator [64, block_kv] of zeros)."""

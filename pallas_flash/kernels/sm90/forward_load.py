@@ -18,7 +18,7 @@ Int = masks.Int
 def produce(plan: Plan, gmem: Gmem, scratch: Scratch) -> None:
     """The producer warpgroup: loads Q, K and V of every tile of this block."""
     c = plan.config
-    plgpu.set_max_registers(tiles.REGISTERS[c.compute_wgs][1], action="decrease")
+    tiles.release_registers(c.compute_wgs)
     tiles_done, steps = tiles.for_each_tile(
         plan, gmem, functools.partial(_produce_tile, plan, gmem, scratch)
     )

@@ -27,8 +27,9 @@ from pallas_flash.kernels.sm90.call import (
 from pallas_flash.kernels.sm90.visits import needs_visits
 
 WG_ROWS = 64  # query rows of a consumer warpgroup: wgmma's own m
-# Registers a thread (consumers, producer), by compute_wgs: 64K in all, multiples of 8.
-REGISTERS = {2: (240, 24), 3: (160, 32)}
+# Registers a thread (consumers, producer), by compute_wgs: 64K in all, multiples of 8. A consumer
+# alone launches with what it needs: moving registers would take all 64K for its block.
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
 _MAX_SCHEDULED_TILES = 16_384  # beyond, the host's schedule costs more than it balances
 
 Int = masks.Int
@@ -56,7 +57,7 @@ class MaskFacts(NamedTuple):
 class Plan(Call):
     """Everything static about one launch.
 
-    `config` has head_group, too; `persistent` where a schedule is wanted.
+    `config` has head_group, too; `persistent` and `blocks_per_sm` where a schedule is wanted.
     """
 
     facts: MaskFacts = MaskFacts()
@@ -80,7 +81,8 @@ class Plan(Call):
 
     @property
     def num_blocks(self) -> int:
-        return min(self.num_sms, self.num_tiles) if self.is_scheduled else self.num_tiles
+        at_a_time = self.num_sms * self.config.blocks_per_sm
+        return min(at_a_time, self.num_tiles) if self.is_scheduled else self.num_tiles
 
     @property
     def head_group(self) -> int:
@@ -88,6 +90,18 @@ class Plan(Call):
         if self.shares_bias:
             return self.sharing_group
         return fitting_group(self.config.head_group, self.batch * self.num_q_heads)
+
+
+def claim_registers(compute_wgs: int) -> None:
+    """A consumer's part of the registers."""
+    if compute_wgs in _REGISTERS:
+        plgpu.set_max_registers(_REGISTERS[compute_wgs][0], action="increase")
+
+
+def release_registers(compute_wgs: int) -> None:
+    """The producer's, who gives up the rest."""
+    if compute_wgs in _REGISTERS:
+        plgpu.set_max_registers(_REGISTERS[compute_wgs][1], action="decrease")
 
 
 class Walk(NamedTuple):

@@ -121,6 +121,7 @@ GPU_SHAPES = (
     Shape("soft-cap-50-d128-t8192-causal", 2, 8192, 16, 16, 128, True, soft_cap=50.0),
     Shape("mla-192-128-t4096-causal", 4, 4096, 16, 16, 192, True, head_dim_v=128),
     Shape("decode-t1-s8192-b64-gqa-32-8-d128", 64, 8192, 32, 8, 128, False, queries=1),
+    Shape("decode-t1-s8192-b64-gqa-32-8-d64", 64, 8192, 32, 8, 64, False, queries=1),
     Shape("decode-t8-s8192-b64-gqa-32-8-d128", 64, 8192, 32, 8, 128, False, queries=8),
     Shape("decode-t1-s131072-b1-gqa-32-8-d128", 1, 131_072, 32, 8, 128, False, queries=1),
 )

@@ -370,11 +370,16 @@ def test_nothing_but_kernels_runs_for_plain_attention(q_len):
 
 
 def _computed(text):
-    """Lines that compute at run time: more than one number, that someone reads, and no kernel."""
+    """Lines that compute at run time: more than one number, that someone reads, and no kernel.
+
+    Nor what JAX 0.11 starts dk and dv from and overwrites whole, which XLA finds by itself.
+    """
     for body in text.split("func.func ")[1:]:
         for line in body.splitlines():
             name, found, rest = line.strip().partition(" = stablehlo.")
             if not found or rest.startswith(("constant", "custom_call")):
+                continue
+            if rest.startswith("broadcast_in_dim %cst") and line.endswith("xbf16>"):
                 continue
             is_read = re.search(rf"{name.split(':')[0]}\b", body.replace(line, ""))
             if is_read and not line.endswith(("tensor<f32>", "tensor<1xf32>")):

@@ -94,7 +94,7 @@ def send_parts(box: Mailbox, tile, *, rank, peers: int) -> None:
     """Sends every other block its part of this tile.
 
     By the copy engine: warps that read the others' memory take longer than a tile, warps that write
-    to it even more (H200, T 4096, B 4: 3.07 and 3.74 ms for 2.83; without a cluster 2.50).
+    to it even more (H200, T 4096, B 4: 3.07 and 3.74 ms for 2.83; reading its own memory, 2.50).
 
     Args:
       box: in every block at one place.

@@ -45,6 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import dropout, io_kernels, masks, tile_math
 from pallas_flash.config import DqConfig
 from pallas_flash.kernels.sm90 import logits, registers, smem, tails, tiles
+from pallas_flash.kernels.sm90.backward_ends import whole_strips
 from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, div, rem
 from pallas_flash.kernels.sm90.cost import cost_estimate
 from pallas_flash.kernels.sm90.visits import prepared
@@ -130,7 +131,7 @@ def flash_backward_dq(
         k=k,
         v=v,
         dout=dout,
-        lse=_whole_rows(lse),
+        lse=whole_strips(plan, lse, -jnp.inf),
         neg_delta=neg_delta,
         scale=scale,
         extras=prepared(plan, extras, at_least_one=True),
@@ -175,14 +176,6 @@ def _only_tile(plan: "_Plan", gmem: Any) -> tiles.Tile:
     """The tile of this block, found as the forward finds its own."""
     zero = jnp.int32(0)
     return tiles.tile_at(plan, gmem, lax.axis_index("block"), zero, zero)
-
-
-def _whole_rows(lse: Array) -> Array:
-    """[..., Tl] with Tl a multiple of what one consumer reads."""
-    missing = -lse.shape[-1] % tiles.WG_ROWS
-    if not missing:
-        return lse
-    return jnp.pad(lse, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import loads, registers
 from pallas_flash.kernels.sm90.backward_common import Launch
-from pallas_flash.kernels.sm90.call import div, rem
+from pallas_flash.kernels.sm90.call import Call, div, rem
 from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
@@ -97,8 +97,8 @@ def row_statistics(
     rows = _Rows(
         out=out,
         dout=dout,
-        lse=_whole_strips(launch, lse, -jnp.inf),
-        dlse=None if dlse is None else _whole_strips(launch, dlse, 0.0),
+        lse=whole_strips(launch, lse, -jnp.inf),
+        dlse=None if dlse is None else whole_strips(launch, dlse, 0.0),
         per_lse=None if "soft_cap" in launch.terms else 1.0 / scale,
         query_lengths=query_lengths,
     )
@@ -141,6 +141,16 @@ def row_statistics(
         ready=plgpu.Barrier(num_arrivals=2 + len(_statistics_of(rows))),
     )(*given)
     return Statistics(*statistics, *(() if launch.make_dq else (None,)))
+
+
+def whole_strips(call: Call, statistic, fill: float):
+    """(B, N, >= q_len) -> (B, N, whole strips), `fill` behind q_len."""
+    rows = -(-call.q_len // STRIP) * STRIP
+    statistic = statistic[..., : call.q_len]
+    if rows == call.q_len:
+        return statistic
+    padding = ((0, 0), (0, 0), (0, rows - call.q_len))
+    return jnp.pad(statistic, padding, constant_values=fill)
 
 
 def zeros_after(
@@ -284,16 +294,6 @@ def _strip_of_dq(block_q: int, head_dim: int, q_len: int, head, strip):
     strips_a_tile = block_q // STRIP
     row = head * -(-q_len // block_q) + div(strip, strips_a_tile)
     return row, rem(strip, strips_a_tile) * (STRIP * head_dim)
-
-
-def _whole_strips(launch: Launch, statistic, fill: float):
-    """(B, N, >= q_len) -> (B, N, whole strips), `fill` behind q_len."""
-    rows = -(-launch.q_len // STRIP) * STRIP
-    statistic = statistic[..., : launch.q_len]
-    if rows == launch.q_len:
-        return statistic
-    padding = ((0, 0), (0, 0), (0, rows - launch.q_len))
-    return jnp.pad(statistic, padding, constant_values=fill)
 
 
 def _statistics_of(rows: _Rows) -> list[Any]:

@@ -64,8 +64,9 @@ def test_hide_outside_is_allowed(q_axis, width):
         np.testing.assert_array_equal(got, wanted, err_msg=str(bounds))
 
 
+@pytest.mark.parametrize("where", [True, False])
 @pytest.mark.parametrize(("m", "n"), [(64, 64), (64, 32), (128, 64)])
-def test_add_dq_and_its_order(m, n):
+def test_add_dq_and_its_order(m, n, where):
     rng = np.random.default_rng(0)
     tile = jnp.asarray(rng.standard_normal((m, n)).astype(np.float32))
     start = jnp.asarray(rng.standard_normal(m * n).astype(np.float32))
@@ -75,14 +76,15 @@ def test_add_dq_and_its_order(m, n):
 
         def body(tile_ref, buffer_ref, out_ref):
             value = plgpu.load(tile_ref, layout=registers.ACC_LAYOUT, optimized=False)
-            op.add_dq(value, buffer_ref)
+            op.add_dq(value, buffer_ref, where=lax.axis_index("wg") == (0 if where else 1))
             out_ref[...] = plgpu.layout_cast(jnp.zeros((64, 8), jnp.float32), registers.ACC_LAYOUT)
 
         done = _accumulator_kernel(body, (64, 8), tile, buffer)
         return op.order_dq(jax.freeze(buffer), m, n), done
 
     got, _ = jax.jit(add)(tile, start)
-    np.testing.assert_allclose(got - op.order_dq(start, m, n), tile, atol=1e-5)
+    wanted = tile if where else jnp.zeros_like(tile)
+    np.testing.assert_allclose(got - op.order_dq(start, m, n), wanted, atol=1e-5)
 
 
 def test_any_greater_is_true_where_a_row_of_the_warp_is():

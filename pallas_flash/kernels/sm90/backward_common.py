@@ -318,12 +318,6 @@ class Block:
         index = (*launch.entry(dbias, place.batch, place.head), *at, pl.ds(part * size, size))
         launch.op.add_dq(dlogits, dbias.at[index])
 
-    def first_carry(self) -> tuple[Int, Int]:
-        """(tiles done, dq row of the tile before): before the first tile zeros are added to it."""
-        launch, walk = self.launch, self.walk
-        first = masks.smaller(walk.first, launch.num_q_tiles - 1)
-        return jnp.int32(0), jnp.int32(self.dq_row(walk.share * launch.heads_a_share, first))
-
     def dq_part(self, row: Int, offset: Int, size: int) -> Ref:
         """`size` elements of a tile of dq, from `offset` on."""
         writer = 0 if self.launch.op.dq_writers(2) == 1 else self.walk.ki

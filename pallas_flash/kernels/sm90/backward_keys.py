@@ -196,11 +196,10 @@ def _walk(c: _Consumer):
     """All tiles; returns dk (before the scale) and dv of this consumer's keys."""
     block, launch, op = c.block, c.block.launch, c.block.launch.op
     step = functools.partial(_step, c)
-    carry = (*block.first_carry(), jnp.int32(0))
-    done, before, turn = block.walk.over_tiles(launch, step, carry)
+    done, before, turn = block.walk.over_tiles(launch, step, (jnp.int32(0),) * 3)
     if launch.make_dq:
         _issue_dq(c, _ds_slots(launch, done, turn)[1])
-        _add_dq(c, before, in_flight=0)
+        _add_dq(c, done - 1, before, in_flight=0)
     return op.load(c.acc.dk), op.load(c.acc.dv, None)
 
 
@@ -241,7 +240,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     _issue_dq(c, ds_slot_before)
     _publish_ds(c, ds_slot)
     op.wgmma(acc.dk, ds, q)
-    _add_dq(c, before, in_flight=1)
+    _add_dq(c, i - 1, before, in_flight=1)
     op.wait(0)
     if launch.cluster > 1:
         cluster_sums.release_to_cluster()
@@ -294,13 +293,13 @@ def _issue_dq(c: _Consumer, slot) -> None:
         op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot, :, pl.ds(c.wg * m, m)]), smem.k)
 
 
-def _add_dq(c: _Consumer, row, in_flight: int) -> None:
-    """Adds the part that was issued to its place in global memory."""
+def _add_dq(c: _Consumer, i, row, in_flight: int) -> None:
+    """Adds the part that was issued, of tile i if there is one, to its place in global memory."""
     launch, op = c.block.launch, c.block.launch.op
     if launch.make_dq:
         m, n = _dq_shape(launch, c.wg)
         part = c.block.dq_part(row, c.wg * (m * _first_columns(launch)), m * n)
-        op.add_dq(op.load(c.acc.dq, in_flight), part)
+        op.add_dq(op.load(c.acc.dq, in_flight), part, where=i >= 0)
 
 
 def _finish(block: Block, wg, dk, dv) -> None:

@@ -143,9 +143,10 @@ def _walk(c: _Consumer):
     block = c.block
     step = functools.partial(_step, c)
     tests = c.role == DV_OWNER
-    done, before = block.walk.over_tiles(block.launch, step, block.first_carry(), tests=tests)
+    carry = (jnp.int32(0),) * 2
+    done, before = block.walk.over_tiles(block.launch, step, carry, tests=tests)
     _issue_dq(c, done + DS_SLOTS - 1)
-    _add_dq(c, before, in_flight=0)
+    _add_dq(c, done - 1, before, in_flight=0)
     return block.launch.op.load(c.acc.grad)
 
 
@@ -164,7 +165,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
         a, b = _dlogits(c, slot, i, place), smem.q.at[slot]
     _issue_dq(c, i + DS_SLOTS - 1)
     op.wgmma(acc.grad, a, b)
-    _add_dq(c, before, in_flight=1)
+    _add_dq(c, i - 1, before, in_flight=1)
     op.wait(0)
     plgpu.barrier_arrive(bars.tile_consumed.at[slot])
     return i + 1, c.block.dq_row(head, qi)
@@ -230,14 +231,14 @@ def _issue_dq(c: _Consumer, i) -> None:
         op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot]), keys)
 
 
-def _add_dq(c: _Consumer, row, in_flight: int) -> None:
-    """Adds the columns that were issued to their place in global memory."""
+def _add_dq(c: _Consumer, i, row, in_flight: int) -> None:
+    """Adds the columns that were issued, of tile i if there is one, to their place."""
     launch, op = c.block.launch, c.block.launch.op
     first, columns = _dq_columns(launch, c.role)
     if columns:
         block_q = launch.config.block_q
         part = c.block.dq_part(row, first * block_q, columns * block_q)
-        op.add_dq(op.load(c.acc.dq, in_flight), part)
+        op.add_dq(op.load(c.acc.dq, in_flight), part, where=i >= 0)
 
 
 def _finish(block: Block, role: int, grad) -> None:

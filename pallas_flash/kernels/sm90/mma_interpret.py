@@ -145,10 +145,14 @@ class InterpretOps:
         return num_blocks  # no atomics here: one slice a block, summed outside
 
     @staticmethod
-    def add_dq(dq, ref) -> None:
+    def add_dq(dq, ref, *, where=True) -> None:
         m, n = dq.shape  # columns in eights, as on the GPU: a tile is its column parts in a row
         dq = dq.reshape(m // 64, 64, n // 8, 8).transpose(0, 2, 1, 3)
-        ref[...] += dq.reshape(-1)
+
+        def add():
+            ref[...] += dq.reshape(-1)
+
+        pl.when(where)(add)
 
     @staticmethod
     def order_dq(dq: jax.Array, m: int, n: int) -> jax.Array:

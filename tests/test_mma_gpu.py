@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
-from pallas_flash.kernels.sm90 import mma, registers, visits
+from pallas_flash.kernels.sm90 import mma, query_parts, registers, visits
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
 pytestmark = pytest.mark.gpu
@@ -169,6 +169,45 @@ def test_persistent_accumulator_keeps_adding():
     )(a, b)
     wanted = 1 + 2 * np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     np.testing.assert_allclose(got, wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_start", [False, True])
+@pytest.mark.parametrize("first", [query_parts.LSE, query_parts.DELTA])
+@pytest.mark.parametrize("queries", [64, 128])
+def test_statistic_in_every_row(queries, first, has_start):
+    """What the tensor cores make of its parts is the float32 that was split, and is added to."""
+    rng = np.random.default_rng(0)
+    statistics = rng.standard_normal((2, queries)) * 10.0 ** rng.integers(-3, 4, (2, queries))
+    statistics = jnp.asarray(statistics, jnp.float32).at[0, ::5].set(-jnp.inf)
+    start = jnp.asarray(rng.standard_normal((64, queries)), jnp.float32)
+
+    def body(statistics_ref, start_ref, out_ref, parts):
+        for strip in range(queries // 64):
+            rows = pl.ds(64 * strip, 64)
+            row_of = lambda i, rows=rows: plgpu.load(
+                statistics_ref.at[i, rows], layout=registers.ROW_LAYOUT, optimized=False
+            )
+            parts[rows] = query_parts.split(row_of(0), row_of(1))
+        plgpu.commit_smem()
+
+        def scoped(acc):
+            onto = plgpu.load(start_ref, layout=registers.ACC_LAYOUT, optimized=False)
+            op.set(acc, op.in_every_row(parts, first, onto if has_start else None))
+            return op.load(acc)
+
+        out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=(64, queries))
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, queries), jnp.float32),
+        scratch_types=[plgpu.SMEM((queries, query_parts.COLUMNS), jnp.bfloat16)],
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(statistics, start)
+    wanted = np.maximum(statistics[first // query_parts.DELTA], query_parts.HIDDEN)
+    wanted = np.asarray(wanted, np.float64) + (np.asarray(start) if has_start else 0.0)
+    np.testing.assert_allclose(got, np.broadcast_to(wanted, (64, queries)), rtol=3e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ Int = masks.Int
 
 ROWS = 64  # keys of one consumer
 # Whoever writes dS of tile i has seen both consumers finish tile i - 3: four slots need no barrier
-# that says "consumed". In a cluster, with its two stages, three are enough, as tile i comes when
-# both are done with tile i - 2; the fourth makes room for the mailbox.
-DS_SLOTS, DS_SLOTS_IN_CLUSTER = 4, 3
+# that says "consumed". With two stages three are enough, as tile i comes when both are done with
+# tile i - 2: that makes room for a cluster's mailbox, and for the statistics of 128 queries.
+DS_SLOTS, FEWER_DS_SLOTS = 4, 3
 
 
 class Smem(NamedTuple):
@@ -35,6 +35,7 @@ class Smem(NamedTuple):
 
     q: Ref  # [num_stages, block_q, head_dim]
     dout: Ref  # [num_stages, block_q, head_dim_v]
+    parts: Ref  # [num_stages, block_q, 8], or None like each of the next two
     neg_lse: Ref  # [num_stages, block_q]
     neg_delta: Ref  # [num_stages, block_q]
     bias: Ref  # [num_stages, block_q, 128], or None
@@ -143,7 +144,9 @@ def _cluster_barriers(launch: Launch) -> dict[str, Any]:
 
 
 def _num_ds_slots(launch: Launch) -> int:
-    return DS_SLOTS_IN_CLUSTER if launch.cluster > 1 else DS_SLOTS
+    config = launch.config
+    spare = launch.cluster > 1 or config.block_q == 128
+    return FEWER_DS_SLOTS if spare and config.num_stages == 2 else DS_SLOTS
 
 
 def run_roles(block: Block, wg) -> None:
@@ -214,25 +217,23 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     i, before, turn = carry
     slot = common.ring(i, config.num_stages)
     q, dout = smem.q.at[slot], smem.dout.at[slot]
-
-    neg_lse, neg_delta = smem.neg_lse.at[slot], smem.neg_delta.at[slot]
     place = c.block.place(head, qi, c.kv0, ROWS)
 
     plgpu.barrier_wait(bars.tile_ready.at[slot])
     is_tame = c.block.start_scores(acc.s, slot, place, c.units)
-    op.set(acc.dp, common.per_query(neg_delta, ROWS))
+    c.block.start_dprobs(acc.dp, slot, ROWS)
     keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
     products = op.load(acc.s, 1)
     exponents, squashed = c.block.exponents(
-        products, neg_lse, place, c.units, masked=masked, is_tame=is_tame
+        products, slot, place, c.units, masked=masked, is_tame=is_tame
     )
     p = c.block.signed_by_dropout(jnp.exp2(exponents), place)  # [64 keys, block_q]
     p_kept, p = c.block.kept(p).astype(dtype), tile_math.sloped(p, squashed)
     op.wgmma(acc.dv, p_kept, dout)  # before dP is awaited: work during dS
     dp = op.load(acc.dp, 1)
-    dlogits = c.block.dlogits(p, dp, neg_delta, has_hidden=c.block.hides(masked, is_tame))
+    dlogits = c.block.dlogits(p, dp, slot, has_hidden=c.block.hides(masked, is_tame))
     c.block.add_dbias(dlogits, place, c.block.walk.ki, c.wg)
     ds = dlogits.astype(dtype)
     ds_slot, ds_slot_before = _ds_slots(launch, i, turn)
@@ -251,17 +252,17 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
 def _ds_slots(launch: Launch, i, turn):
     """Where dS of tile i is, and that of the tile before.
 
-    turn: i mod 3 in a cluster, kept from step to step: the division would cost registers.
+    turn: i mod 3 where there are three, kept from step to step: the division would cost registers.
     """
-    if launch.cluster == 1:
+    if _num_ds_slots(launch) == DS_SLOTS:
         return common.ring(i, DS_SLOTS), common.ring(i + DS_SLOTS - 1, DS_SLOTS)
-    return turn, jnp.where(turn == 0, DS_SLOTS_IN_CLUSTER - 1, turn - 1)
+    return turn, jnp.where(turn == 0, FEWER_DS_SLOTS - 1, turn - 1)
 
 
 def _next_turn(launch: Launch, turn):
-    if launch.cluster == 1:
+    if _num_ds_slots(launch) == DS_SLOTS:
         return turn
-    return jnp.where(turn == DS_SLOTS_IN_CLUSTER - 1, 0, turn + 1)
+    return jnp.where(turn == FEWER_DS_SLOTS - 1, 0, turn + 1)
 
 
 def _share_ds(c: _Consumer, slot, ds) -> None:

@@ -30,6 +30,7 @@ class Smem(NamedTuple):
 
     q: Ref  # [num_stages, block_q, head_dim]
     dout: Ref  # [num_stages, block_q, head_dim_v]
+    parts: Ref  # [num_stages, block_q, 8], or None like each of the next two
     neg_lse: Ref  # [num_stages, block_q]
     neg_delta: Ref  # [num_stages, block_q]
     bias: Ref  # [num_stages, block_q, 64], or None
@@ -174,12 +175,11 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
 def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
     """P^T [64 keys, block_q], handed to the owner of dk as well, there negative where dropped."""
     smem, op = c.block.smem, c.block.launch.op
-    neg_lse = smem.neg_lse.at[slot]
     is_tame = c.block.start_scores(c.acc.x, slot, place, c.units)
     keys = smem.k.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, keys, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
     exponents, _ = c.block.exponents(
-        op.load(c.acc.x), neg_lse, place, c.units, masked=masked, is_tame=is_tame
+        op.load(c.acc.x), slot, place, c.units, masked=masked, is_tame=is_tame
     )
     p = c.block.signed_by_dropout(jnp.exp2(exponents), place)
     p = p.astype(c.block.launch.dtype)
@@ -191,16 +191,15 @@ def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
 def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     """dS^T [64 keys, block_q], handed to the owner of dv as well."""
     smem, bars, op, dtype = c.block.smem, c.block.bars, c.block.launch.op, c.block.launch.dtype
-    neg_delta = smem.neg_delta.at[slot]
-    op.set(c.acc.x, common.per_query(neg_delta, KEYS))
+    c.block.start_dprobs(c.acc.x, slot, KEYS)
     values = smem.v.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
     p = plgpu.load(smem.p.at[slot], layout=registers.ACC_LAYOUT).astype(jnp.float32)
-    p = tile_math.sloped(p, _squashed(c, jnp.abs(p), smem.neg_lse.at[slot]))
+    p = tile_math.sloped(p, _squashed(c, jnp.abs(p), slot))
     # This role runs masked and plain steps alike and sees no bias: it asks whether any step hides.
     has_hidden = c.block.walk.hides or "bias" in c.block.launch.terms
-    dlogits = c.block.dlogits(p, op.load(c.acc.x), neg_delta, has_hidden=has_hidden)
+    dlogits = c.block.dlogits(p, op.load(c.acc.x), slot, has_hidden=has_hidden)
     c.block.add_dbias(dlogits, place, c.block.walk.ki, 0)
     ds = dlogits.astype(dtype)
     if c.block.launch.make_dq:
@@ -211,11 +210,12 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     return ds
 
 
-def _squashed(c: _Consumer, p, neg_lse: Ref):
+def _squashed(c: _Consumer, p, slot):
     """The tanh of the soft cap, from P = 2^(log2 * tanh - lse); None without a cap."""
     if c.units.squash is None:
         return None
-    from_p = (jnp.log2(p) - common.per_query(neg_lse, KEYS)) * (1.0 / c.units.log2)
+    neg_lse = common.per_query(c.block.smem.neg_lse.at[slot], KEYS)
+    from_p = (jnp.log2(p) - neg_lse) * (1.0 / c.units.log2)
     return jnp.where(p > 0.0, from_p, 0.0)
 
 

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_flash import masks
-from pallas_flash.kernels.sm90 import loads
+from pallas_flash.kernels.sm90 import loads, query_parts
 from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
 from pallas_flash.kernels.sm90.registers import (
     ACC_LAYOUT,
@@ -71,6 +71,7 @@ class GpuOps:
     load_staged = staticmethod(loads.load_staged)
     load_bits = staticmethod(loads.load_bits)
     count_from = staticmethod(loads.count_from)
+    in_every_row = staticmethod(query_parts.in_every_row)
 
     @staticmethod
     def accumulator_scratch(num_wgs: int, **shapes):

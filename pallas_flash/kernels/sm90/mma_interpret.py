@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
+from pallas_flash.kernels.sm90 import query_parts
 
 
 class _SmemAccumulator:
@@ -50,6 +51,12 @@ class InterpretOps:
         a = a if isinstance(a, jax.Array) else a[...]
         acc.ref[...] += lax.dot(a, b[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # orders these plain reads before a later TMA write of the slot
+
+    @staticmethod
+    def in_every_row(parts, first: int, onto=None):
+        statistic = query_parts.total(parts[...], first)
+        tile = jnp.broadcast_to(statistic, (64, *statistic.shape))
+        return tile if onto is None else onto + tile
 
     @staticmethod
     def load(acc, in_flight: int | None = 0):

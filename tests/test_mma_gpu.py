@@ -171,6 +171,39 @@ def test_persistent_accumulator_keeps_adding():
     np.testing.assert_allclose(got, wanted, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("rows", "width"), [(16, 128), (32, 64), (48, 192)])
+def test_some_rows_of_a_product(rows, width, dtype):
+    """In sixteens, onto products in flight: other rows, and all of them."""
+    rng = np.random.default_rng(0)
+    a = jnp.asarray(rng.standard_normal((64, 64)), dtype)
+    b = jnp.asarray(rng.standard_normal((64, width)), dtype)
+
+    def body(a_ref, b_ref, out_ref, b_smem, ready):
+        plgpu.copy_gmem_to_smem(b_ref, b_smem, ready)
+        plgpu.barrier_wait(ready)
+
+        def scoped(acc):
+            left = plgpu.load(a_ref, layout=registers.ACC_LAYOUT, optimized=False)
+            op.wgmma(acc, left, b_smem)
+            op.wgmma_rows(acc, left[:, :rows], b_smem, 0)
+            op.wgmma_rows(acc, left[:, :rows], b_smem, 64 - rows)
+            return op.load(acc)
+
+        out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=(64, width))
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, width), jnp.float32),
+        scratch_types=[tiled_smem((64, width), dtype), plgpu.Barrier()],
+        num_threads=1,
+        thread_name="wg",
+    )(a, b)
+    left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    wanted = left @ right + left[:, :rows] @ (right[:rows] + right[64 - rows :])
+    np.testing.assert_allclose(got, wanted, atol=2e-3)
+
+
 @pytest.mark.parametrize("has_start", [False, True])
 @pytest.mark.parametrize("first", [query_parts.LSE, query_parts.DELTA])
 @pytest.mark.parametrize("queries", [64, 128])

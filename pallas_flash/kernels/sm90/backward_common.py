@@ -275,15 +275,19 @@ class Block:
         statistic = per_query(alone.at[slot], rows)
         return statistic if onto is None else statistic + onto
 
-    def exponents(self, products, slot: Int, place, units, *, masked: bool, is_tame):
-        """log2 of P from the finished accumulator, and the tanh of a soft cap or None."""
+    def exponents(self, products, slot: Int, place, units, *, masked: bool, is_tame, first=0):
+        """log2 of P from the finished accumulator, and the tanh of a soft cap or None.
+
+        Of the tile's queries from `first` on, as many as `place` says.
+        """
         bounds, extras = self.walk.bounds, self.gmem.extras
         scores, squashed = logits.finish(
             self.launch, extras, place, bounds, units, products, masked=masked
         )
         exponents = scores * units.log2
         if squashed is not None:
-            exponents += per_query(self.smem.neg_lse.at[slot], place.shape[0])
+            rows, queries = place.shape
+            exponents += per_query(self.smem.neg_lse.at[slot, pl.ds(first, queries)], rows)
         # Rounding at large biases: a weight is at most 1.
         at_most_0 = lambda: jnp.minimum(exponents, 0.0)
         return tile_math.if_any(is_tame, lambda: exponents, at_most_0), squashed

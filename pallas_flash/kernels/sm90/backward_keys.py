@@ -226,13 +226,8 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
     products = op.load(acc.s, 1)
-    exponents, squashed = c.block.exponents(
-        products, slot, place, c.units, masked=masked, is_tame=is_tame
-    )
-    p = c.block.signed_by_dropout(jnp.exp2(exponents), place)  # [64 keys, block_q]
-    p_kept, p = c.block.kept(p).astype(dtype), tile_math.sloped(p, squashed)
-    op.wgmma(acc.dv, p_kept, dout)  # before dP is awaited: work during dS
-    dp = op.load(acc.dp, 1)
+    p, products_of_dv = _probs(c, products, slot, place, masked=masked, is_tame=is_tame)
+    dp = op.load(acc.dp, products_of_dv)
     dlogits = c.block.dlogits(p, dp, slot, has_hidden=c.block.hides(masked, is_tame))
     c.block.add_dbias(dlogits, place, c.block.walk.ki, c.wg)
     ds = dlogits.astype(dtype)
@@ -247,6 +242,48 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
         cluster_sums.release_to_cluster()
     plgpu.barrier_arrive(bars.tile_consumed.at[slot])
     return i + 1, c.block.dq_row(head, qi), _next_turn(launch, turn)
+
+
+def _probs(c: _Consumer, products, slot, place: logits.Place, *, masked: bool, is_tame):
+    """P [64 keys, block_q], with a cap times its slope, and how many products of dv it issued.
+
+    They are issued before dP is awaited: work for the tensor cores during dS. The tanh of a cap
+    makes P come late, so there a part of dv begins as soon as it has its columns of P.
+    """
+    op, launch, dout = c.block.launch.op, c.block.launch, c.block.smem.dout.at[slot]
+    width = _columns_at_a_time(launch)
+    parts = []
+    for first in range(0, launch.config.block_q, width):
+        some = place._replace(q0=place.q0 + first, shape=(ROWS, width))
+        exponents, squashed = c.block.exponents(
+            products[:, first : first + width],
+            slot,
+            some,
+            c.units,
+            masked=masked,
+            is_tame=is_tame,
+            first=first,
+        )
+        p = c.block.signed_by_dropout(jnp.exp2(exponents), some)
+        p_kept = c.block.kept(p).astype(launch.dtype)
+        parts.append(tile_math.sloped(p, squashed))
+        if width == launch.config.block_q:
+            op.wgmma(c.acc.dv, p_kept, dout)
+        else:
+            op.wgmma_rows(c.acc.dv, p_kept, dout, first)
+    return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0], len(parts)
+
+
+def _columns_at_a_time(launch: Launch) -> int:
+    """Queries whose weights are made together. Bits of a mask come in words of 32.
+
+    With dropout or a bias there are no registers for more than one product of dv in flight.
+    """
+    block_q = launch.config.block_q
+    has_room = "soft_cap" in launch.terms and not (launch.dropout_rate or "bias" in launch.terms)
+    if not has_room or launch.head_dim_v % 64:
+        return block_q
+    return max(block_q // 4, 32 if "mask_bits" in launch.terms else 16)
 
 
 def _ds_slots(launch: Launch, i, turn):

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_flash import masks
-from pallas_flash.kernels.sm90 import loads, query_parts
+from pallas_flash.kernels.sm90 import issue_mma, loads, query_parts
 from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
 from pallas_flash.kernels.sm90.registers import (
     ACC_LAYOUT,
@@ -94,6 +94,11 @@ class GpuOps:
     def wgmma(acc, a, b) -> None:
         """Issues acc += a @ b; a in shared memory or registers, b in shared memory."""
         plgpu.wgmma(acc, a, b)
+
+    @staticmethod
+    def wgmma_rows(acc, a, b, first: int) -> None:
+        """Issues acc += a @ b[first : first + a.shape[1]], in sixteens; a in registers."""
+        acc[...] = issue_mma.add_rows(GpuOps.load(acc, None), a, b, first)
 
     @staticmethod
     def load(acc, in_flight: int | None = 0):

@@ -53,6 +53,10 @@ class InterpretOps:
         plgpu.commit_smem()  # orders these plain reads before a later TMA write of the slot
 
     @staticmethod
+    def wgmma_rows(acc, a, b, first: int) -> None:
+        InterpretOps.wgmma(acc, a, b.at[pl.ds(first, a.shape[1])])
+
+    @staticmethod
     def in_every_row(parts, first: int, onto=None):
         statistic = query_parts.total(parts[...], first)
         tile = jnp.broadcast_to(statistic, (64, *statistic.shape))

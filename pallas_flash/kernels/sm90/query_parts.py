@@ -12,23 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_flash.kernels.sm90 import issue_mma
 from pallas_flash.kernels.sm90.registers import (
     ACC_LAYOUT,
     accumulator,
     inline_mgpu,
+    values_of,
 )
 
 COLUMNS = 8  # of a row: 16 bytes, the narrowest that wgmma reads; column 3 and 7 are zero
 LSE, DELTA = 0, 4  # first of the three columns of a statistic
 HIDDEN = -(2.0**127)  # for -inf, which times zero would be NaN
 _TOP_HALF = np.int32(-(1 << 16))
-_MMA_COLUMNS = 16  # of one wgmma: it reads each row twice, and multiplies the second by zeros
 
 
 def split(neg_lse, neg_delta):
@@ -61,10 +58,7 @@ def total(parts: jax.Array, first: int) -> jax.Array:
 
 
 def in_every_row(parts, first: int, onto=None):
-    """A statistic of each query, in every row of an accumulator [64, queries].
-
-    Issued and not waited for: the result is for `op.set`, and nothing else may read it before a
-    product that was issued later is there. Nothing may touch `onto` in between.
+    """A statistic of each query, in every row of an accumulator [64, queries]; see `issue_mma`.
 
     Args:
       parts: [queries, COLUMNS] in shared memory, rows one after the other.
@@ -75,29 +69,18 @@ def in_every_row(parts, first: int, onto=None):
     out = plgpu.ShapeDtypeStruct((64, queries), jnp.float32, layout=ACC_LAYOUT)
 
     def product(_, parts, onto=None):
-        f32, count = ir.F32Type.get(), queries // 2
-        given = []
-        if onto is not None:
-            onto = onto.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
-            given = [vector.extract(register, [], [0]) for register in onto.registers.flat]
-        results = ", ".join(f"${i}" for i in range(count))
-        # Ones for k = first, first + 1, first + 2. A lane has k = 2 * (lane % 4) and the next, in
-        # one register for two rows; two more registers are for k + 8. A shift past 31 makes zero.
-        text = (
-            "{ .reg .b32 ones, zeros; .reg .pred adds; mov.b32 zeros, 0;"
-            f" mov.u32 ones, %laneid; and.b32 ones, ones, 3; sub.u32 ones, ones, {first // 2};"
-            " shl.b32 ones, ones, 4; shr.u32 ones, 0x3f803f80, ones;"
-            f" setp.ne.b32 adds, {int(bool(given))}, 0;"
-            " wgmma.fence.sync.aligned;"
-            f" wgmma.mma_async.sync.aligned.m64n{queries}k{_MMA_COLUMNS}.f32.bf16.bf16"
-            f" {{{results}}}, {{ones, ones, zeros, zeros}}, ${count + len(given)}, adds, 1, 1, 0;"
-            " wgmma.commit_group.sync.aligned; }"
+        # Eight rows of 16 bytes follow eight rows. Columns 8 to 15 are the same bytes again, which
+        # meet zeros.
+        rows = issue_mma.descriptor(parts, leading=0, stride=8 * COLUMNS * 2)
+        values = issue_mma.issue(
+            None if onto is None else values_of(onto),
+            [["ones", "ones", "zeros", "zeros"]],
+            [rows],
+            queries,
+            dtype="bfloat16",
+            b_transposed=False,
+            ahead=_ones_and_zeros(first),
         )
-        constraints = ["=f"] * count + [str(i) for i in range(len(given))] + ["l"]
-        struct = llvm.StructType.get_literal([f32] * count)
-        operands = [*given, _descriptor(parts)]
-        made = llvm.inline_asm(struct, operands, text, ",".join(constraints), has_side_effects=True)
-        values = [llvm.extractvalue(f32, made, [i]) for i in range(count)]
         return accumulator(values, (64, queries), is_signed=None)
 
     if onto is None:
@@ -106,13 +89,15 @@ def in_every_row(parts, first: int, onto=None):
     return inline_mgpu(arg_types=types, return_type=out)(product)(parts, onto)
 
 
-def _descriptor(parts):
-    """Of a wgmma operand without a swizzle: 8 rows of 16 bytes follow 8 rows.
+def _ones_and_zeros(first: int) -> str:
+    """A lane's two neighbours in a row of eight: 1 in columns first to first + 2, else 0.
 
-    The next 8 columns are 0 bytes away: the same ones again.
+    Made by the instruction's own text, anew in every step: values kept over the loops would cost
+    them their last registers, and ptxas would let no product run beside another. A shift by more
+    than 31 leaves zero.
     """
-    i64 = ir.IntegerType.get_signless(64)
-    const = lambda value: mgpu.utils.c(value, i64)
-    address = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(parts))
-    in_pieces = arith.shrui(arith.andi(arith.extui(i64, address), const(0x3FFFF)), const(4))
-    return arith.ori(in_pieces, const((8 * 16 >> 4) << 32))
+    return (
+        ".reg .b32 ones, zeros; mov.b32 zeros, 0;"
+        f" mov.u32 ones, %laneid; and.b32 ones, ones, 3; sub.u32 ones, ones, {first // 2};"
+        " shl.b32 ones, ones, 4; shr.u32 ones, 0x3f803f80, ones;"
+    )

@@ -118,8 +118,8 @@ class Launch(Call):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that computes, and of one that loads; with sums to make it needs more."""
-        return (232, 40) if self.peers else (240, 24)
+        """Of a thread that computes, and of one that loads; to sum over a cluster it needs more."""
+        return (232, 40) if self.cluster > 1 else (240, 24)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -282,7 +282,14 @@ class Block:
         """
         bounds, extras = self.walk.bounds, self.gmem.extras
         scores, squashed = logits.finish(
-            self.launch, extras, place, bounds, units, products, masked=masked
+            self.launch,
+            extras,
+            place,
+            bounds,
+            units,
+            products,
+            masked=masked,
+            in_parts=place.shape[1] < self.launch.config.block_q,
         )
         exponents = scores * units.log2
         if squashed is not None:

@@ -101,6 +101,19 @@ class BackwardConfig:
         _require(self.num_stages >= 2, f"num_stages={self.num_stages} must be at least 2")
         _require(self.head_group >= 1, f"head_group={self.head_group} must be at least 1")
 
+    def statistics(self, *, soft_cap: bool, dropout: bool) -> dict[str, int]:
+        """Arrays of -lse and -delta that a step reads, and bytes a query in each.
+
+        'parts' holds both for `kernels.sm90.query_parts`. A soft cap comes between S and -lse, and
+        what dropout drops has only -delta: that one is read by itself then. With 'roles' there is
+        no room for all three.
+        """
+        apart = {"neg_lse": 4} if soft_cap else {}
+        apart |= {"neg_delta": 4} if dropout else {}
+        if apart and self.split == "roles":
+            return {"neg_lse": 4, "neg_delta": 4}
+        return {"parts": 16, **apart}
+
     def padded(self, head_dim: int) -> int:
         """head_dim or head_dim_v as the kernel sees it, and with it the dq kernel and both ends.
 

@@ -190,17 +190,18 @@ def backward_kernel(
     walks = _walks(problem, operands, cut)
     queries = _touched(walks, problem, problem.num_q_heads)
     visited = lambda name, d: Access(name, by_kv.sum_across * d * item, queries * d * item)
-    statistic = by_kv.count * cut.block_q * FLOAT32_BYTES
-    statistic_once = _touched_tiles(walks, problem) * cut.block_q * FLOAT32_BYTES
-    blocks = problem.batch * problem.num_kv_heads * len(by_kv.own) * parts
+    rows, rows_once = (n * cut.block_q for n in (by_kv.count, _touched_tiles(walks, problem)))
+    statistics = (
+        Access(name, rows * size, rows_once * size)
+        for name, size in _statistics(problem, cut).items()
+    )
     pairs = by_kv.count * cut.block_q * cut.block_kv
     made = ["S = Q K^T, again", "dV = P^T dO", "dP = dO V^T", "dK = dS^T Q"]
     adds, fetched = (), ()
     if make_dq:
-        # A block adds dq one tile late, zeros before its first tile: one add more than tiles.
         tile = cut.block_q * wide.head_dim * FLOAT32_BYTES
         sums = _touched_tiles(walks, problem) * tile
-        adds = (Access("dq sum", (by_kv.count + blocks) * tile, sums),)
+        adds = (Access("dq sum", by_kv.count * tile, sums),)
         fetched = (Access("dq sum", 0, sums),)  # L2 adds: nothing comes back to a multiprocessor
         made.append("dQ = dS K")
     return Pass(
@@ -211,14 +212,31 @@ def backward_kernel(
             Access("v", parts * n.v, n.v),
             visited("q", wide.head_dim),
             visited("dout", wide.head_dim_v),
-            Access("-lse", statistic, statistic_once),
-            Access("-delta", statistic, statistic_once),
+            *statistics,
             *_bias(problem, walks),
             *fetched,
         ),
         (*once(dk=parts * n.k, dv=parts * n.v), *adds),
         products(wide, pairs, *made),
     )
+
+
+def _statistics(problem: Problem, cut: BackwardConfig) -> dict[str, int]:
+    """Arrays of -lse and -delta, and bytes a query in each."""
+    dropout = problem.dropout_rate > 0
+    found = cut.statistics(soft_cap=problem.soft_cap is not None, dropout=dropout)
+    names = dict(parts="-lse and -delta, in parts", neg_lse="-lse", neg_delta="-delta")
+    return {names[name]: size for name, size in found.items()}
+
+
+def _delta_of_parts(problem: Problem, cut: BackwardConfig, n: Sizes, rows: int) -> list[Pass]:
+    """-delta for the dq kernel, which reads it as it is."""
+    found = _statistics(problem, cut)
+    if "-delta" in found:
+        return []
+    ((parts, size),) = ((name, size) for name, size in found.items() if "parts" in name)
+    ends = "kernels/sm90/backward_ends.py"
+    return [Pass("-delta", ends, once(**{parts: rows * size}), once(**{"-delta": n.lse}))]
 
 
 def _touched_tiles(walks: Walks, problem: Problem) -> int:
@@ -267,7 +285,7 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
     heads = problem.batch * problem.num_q_heads
     rows = _strips(problem, operands, _up(problem.q_len, ROW_TILE))
     strips = _strips(problem, operands, _up(problem.q_len, STRIP))
-    stored = heads * whole * FLOAT32_BYTES
+    extra = {name: heads * whole * size for name, size in _statistics(problem, cut).items()}
     ends = "kernels/sm90/backward_ends.py"
     dots = rows * wide.head_dim_v * item
     copies = _copies(
@@ -277,12 +295,12 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
         dict(dq="q", dk="k", dv="v"),
     )
     read = once(out=dots, dout=dots, lse=strips * FLOAT32_BYTES)
-    extra = {"-lse": stored, "-delta": stored}
     if problem.deterministic_backward:
         passes = [
             *copies,
-            Pass("-lse, -delta", ends, read, once(**extra)),
+            Pass("statistics", ends, read, once(**extra)),
             backward_kernel(problem, operands, make_dq=False),
+            *_delta_of_parts(problem, cut, n, heads * whole),
             dq_kernel(problem, operands),
         ]
     else:
@@ -291,7 +309,7 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
         extra["dq sum"] = sums
         passes = [
             *copies,
-            Pass("-lse, -delta, dq sum = 0", ends, read, once(**extra)),
+            Pass("statistics, dq sum = 0", ends, read, once(**extra)),
             backward_kernel(problem, operands),
             Pass("dq", ends, once(**{"dq sum": finished}), once(dq=n.q)),
         ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import backward_common, backward_ends, mma
+from pallas_flash.kernels.sm90 import backward_common, backward_ends, mma, query_parts
 from tests.races import races_raise
 
 STRIP = 64
@@ -85,6 +85,7 @@ class Variant:
     soft_cap: bool = False
     dropout_rate: float = 0.0
     make_dq: bool = True
+    split: str = "keys"
 
 
 VARIANTS = {
@@ -94,6 +95,9 @@ VARIANTS = {
     "dropout": Variant(dropout_rate=0.25),
     "dropout-no-dlse": Variant(has_dlse=False, dropout_rate=0.25),
     "no-dq": Variant(make_dq=False),
+    "roles": Variant(split="roles"),
+    "roles-soft-cap": Variant(split="roles", soft_cap=True),
+    "roles-dropout": Variant(split="roles", dropout_rate=0.25),
 }
 
 
@@ -111,10 +115,15 @@ def _launch(case: Case, variant: Variant, interpret: bool) -> backward_common.La
         dtype=case.dtype,
         terms=frozenset(terms),
         dropout_rate=variant.dropout_rate,
-        config=BackwardConfig(block_q=case.block_q),
+        config=_config(case, variant),
         make_dq=variant.make_dq,
         interpret=interpret,
     )
+
+
+def _config(case: Case, variant: Variant) -> BackwardConfig:
+    block_kv = 64 if variant.split == "roles" else 128
+    return BackwardConfig(split=variant.split, block_q=case.block_q, block_kv=block_kv)
 
 
 @dataclasses.dataclass
@@ -165,17 +174,35 @@ def _check_statistics(case: Case, variant: Variant, interpret: bool) -> None:
     with races_raise():
         made = jax.jit(run)(given.out, given.dout, given.lse, dlse, given.scale)
         made = jax.tree.map(np.asarray, made)
-    for got, wanted in zip(
-        (made.neg_lse, made.neg_delta), _wanted(case, variant, given), strict=True
-    ):
+    names = launch.statistics
+    assert {n for n in backward_ends.Statistics._fields[:3] if getattr(made, n) is not None} == {
+        *names
+    }
+    wanted = dict(zip(("neg_lse", "neg_delta"), _wanted(case, variant, given), strict=True))
+    for name in {*names} - {"parts"}:
+        got = getattr(made, name)
         assert got.dtype == np.float32
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got, wanted[name], rtol=1e-5, atol=1e-5)
+    if "parts" in names:
+        _check_parts(made.parts, **wanted)
+    np.testing.assert_allclose(made.total_neg_delta(), wanted["neg_delta"], rtol=1e-5, atol=1e-5)
     assert (made.dq is not None) == variant.make_dq
     if variant.make_dq:
         shape = case.batch, case.num_heads * case.tiles, case.block_q * case.head_dim
         np.testing.assert_array_equal(
-            made.dq, np.zeros((2 if interpret else 1, *shape), np.float32)
+            made.dq, np.zeros((launch.num_kv_tiles if interpret else 1, *shape), np.float32)
         )
+
+
+def _check_parts(parts, neg_lse, neg_delta) -> None:
+    """Three of each statistic, which are finite: the product multiplies some of them by zero."""
+    assert parts.dtype == jnp.bfloat16
+    assert np.isfinite(parts.astype(np.float32)).all()
+    assert (parts[..., [3, 7]] == 0).all()
+    finite = np.maximum(neg_lse, query_parts.HIDDEN)
+    for first, wanted in ((query_parts.LSE, finite), (query_parts.DELTA, neg_delta)):
+        got = query_parts.total(parts, first)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -85,12 +85,6 @@ CASES = {
     "d128-causal-ragged": Case(
         q_len=203, kv_len=203, head_dim=128, head_dim_v=128, config=KEYS_128, causal_shift=0
     ),
-    "d128-three-stages": Case(
-        q_len=256,
-        head_dim=128,
-        head_dim_v=128,
-        config=BackwardConfig(num_stages=3),
-    ),
     "d96-causal-ragged": Case(
         q_len=139, kv_len=139, head_dim=96, head_dim_v=96, config=KEYS_128, causal_shift=0
     ),

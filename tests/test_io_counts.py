@@ -362,7 +362,6 @@ def _walk_queries(problem, masking, cut, parts):
         for j, k0, k1, keys in _spans(problem.kv_len, cut.block_kv, limit):
             tally.load("k", (b, kv, j), keys * row)
             tally.load("v", (b, kv, j), keys * row_v)
-            tally.store("dq sum", None, dq_tile)  # zeros, before the first tile
             for n in range(share * heads, (share + 1) * heads):
                 for i, q0, q1, rows in _spans(problem.q_len, cut.block_q, q_limit):
                     if not masking.visited(b, n, q0, q1, k0, k1):
@@ -371,8 +370,7 @@ def _walk_queries(problem, masking, cut, parts):
                     at = (b, n, i)
                     tally.load("q", at, rows * row)
                     tally.load("dout", at, rows * row_v)
-                    tally.load("-lse", at, cut.block_q * 4)
-                    tally.load("-delta", at, cut.block_q * 4)
+                    tally.load("-lse and -delta, in parts", at, cut.block_q * 16)
                     tally.store("dq sum", at, dq_tile)
                     tally.places["read", "dq sum"][at] = dq_tile  # L2 fetches what it adds to
             tally.store("dk", (b, kv, part, j), keys * row)
@@ -422,10 +420,10 @@ def test_ends_of_the_backward_read_what_lengths_leave():
     by_name = {p.name: p for p in io_kernels.kernels_backward(problem, operands).passes}
     strips = (5 * 64 + 3 * 64) * HEADS  # lengths 296 and 130
     rows = (296 + 192) * HEADS  # an array ends at 296
-    start, finish = by_name["-lse, -delta, dq sum = 0"], by_name["dq"]
+    start, finish = by_name["statistics, dq sum = 0"], by_name["dq"]
     assert [a.moved for a in start.reads] == [rows * 128, rows * 128, strips * 4]
     whole = BATCH * HEADS * 3 * 128  # tiles of 128 queries
-    assert [a.moved for a in start.writes] == [whole * 4, whole * 4, whole * 64 * 4]
+    assert [a.moved for a in start.writes] == [whole * 16, whole * 64 * 4]
     assert [a.moved for a in finish.reads] == [strips * 64 * 4]
     assert [a.moved for a in finish.writes] == [BATCH * HEADS * 296 * 128]
 

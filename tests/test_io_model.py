@@ -235,7 +235,7 @@ def test_table_and_plot(tmp_path, capsys):
     out = capsys.readouterr().out
     for told in (
         "window 255,0",
-        "kernels: -lse, -delta, dq sum = 0",
+        "kernels: statistics, dq sum = 0",
         "T^1.",
         "hidden from T",
         "recomputed",

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
-from pallas_flash.kernels.sm90 import mma, registers, visits
+from pallas_flash.kernels.sm90 import mma, query_parts, registers, visits
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
 pytestmark = pytest.mark.gpu
@@ -64,8 +64,9 @@ def test_hide_outside_is_allowed(q_axis, width):
         np.testing.assert_array_equal(got, wanted, err_msg=str(bounds))
 
 
+@pytest.mark.parametrize("where", [True, False])
 @pytest.mark.parametrize(("m", "n"), [(64, 64), (64, 32), (128, 64)])
-def test_add_dq_and_its_order(m, n):
+def test_add_dq_and_its_order(m, n, where):
     rng = np.random.default_rng(0)
     tile = jnp.asarray(rng.standard_normal((m, n)).astype(np.float32))
     start = jnp.asarray(rng.standard_normal(m * n).astype(np.float32))
@@ -75,14 +76,15 @@ def test_add_dq_and_its_order(m, n):
 
         def body(tile_ref, buffer_ref, out_ref):
             value = plgpu.load(tile_ref, layout=registers.ACC_LAYOUT, optimized=False)
-            op.add_dq(value, buffer_ref)
+            op.add_dq(value, buffer_ref, where=lax.axis_index("wg") == (0 if where else 1))
             out_ref[...] = plgpu.layout_cast(jnp.zeros((64, 8), jnp.float32), registers.ACC_LAYOUT)
 
         done = _accumulator_kernel(body, (64, 8), tile, buffer)
         return op.order_dq(jax.freeze(buffer), m, n), done
 
     got, _ = jax.jit(add)(tile, start)
-    np.testing.assert_allclose(got - op.order_dq(start, m, n), tile, atol=1e-5)
+    wanted = tile if where else jnp.zeros_like(tile)
+    np.testing.assert_allclose(got - op.order_dq(start, m, n), wanted, atol=1e-5)
 
 
 def test_any_greater_is_true_where_a_row_of_the_warp_is():
@@ -167,6 +169,78 @@ def test_persistent_accumulator_keeps_adding():
     )(a, b)
     wanted = 1 + 2 * np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     np.testing.assert_allclose(got, wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("rows", "width"), [(16, 128), (32, 64), (48, 192)])
+def test_some_rows_of_a_product(rows, width, dtype):
+    """In sixteens, onto products in flight: other rows, and all of them."""
+    rng = np.random.default_rng(0)
+    a = jnp.asarray(rng.standard_normal((64, 64)), dtype)
+    b = jnp.asarray(rng.standard_normal((64, width)), dtype)
+
+    def body(a_ref, b_ref, out_ref, b_smem, ready):
+        plgpu.copy_gmem_to_smem(b_ref, b_smem, ready)
+        plgpu.barrier_wait(ready)
+
+        def scoped(acc):
+            left = plgpu.load(a_ref, layout=registers.ACC_LAYOUT, optimized=False)
+            op.wgmma(acc, left, b_smem)
+            op.wgmma_rows(acc, left[:, :rows], b_smem, 0)
+            op.wgmma_rows(acc, left[:, :rows], b_smem, 64 - rows)
+            return op.load(acc)
+
+        out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=(64, width))
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, width), jnp.float32),
+        scratch_types=[tiled_smem((64, width), dtype), plgpu.Barrier()],
+        num_threads=1,
+        thread_name="wg",
+    )(a, b)
+    left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    wanted = left @ right + left[:, :rows] @ (right[:rows] + right[64 - rows :])
+    np.testing.assert_allclose(got, wanted, atol=2e-3)
+
+
+@pytest.mark.parametrize("has_start", [False, True])
+@pytest.mark.parametrize("first", [query_parts.LSE, query_parts.DELTA])
+@pytest.mark.parametrize("queries", [64, 128])
+def test_statistic_in_every_row(queries, first, has_start):
+    """What the tensor cores make of its parts is the float32 that was split, and is added to."""
+    rng = np.random.default_rng(0)
+    statistics = rng.standard_normal((2, queries)) * 10.0 ** rng.integers(-3, 4, (2, queries))
+    statistics = jnp.asarray(statistics, jnp.float32).at[0, ::5].set(-jnp.inf)
+    start = jnp.asarray(rng.standard_normal((64, queries)), jnp.float32)
+
+    def body(statistics_ref, start_ref, out_ref, parts):
+        for strip in range(queries // 64):
+            rows = pl.ds(64 * strip, 64)
+            row_of = lambda i, rows=rows: plgpu.load(
+                statistics_ref.at[i, rows], layout=registers.ROW_LAYOUT, optimized=False
+            )
+            parts[rows] = query_parts.split(row_of(0), row_of(1))
+        plgpu.commit_smem()
+
+        def scoped(acc):
+            onto = plgpu.load(start_ref, layout=registers.ACC_LAYOUT, optimized=False)
+            op.set(acc, op.in_every_row(parts, first, onto if has_start else None))
+            return op.load(acc)
+
+        out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=(64, queries))
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, queries), jnp.float32),
+        scratch_types=[plgpu.SMEM((queries, query_parts.COLUMNS), jnp.bfloat16)],
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(statistics, start)
+    wanted = np.maximum(statistics[first // query_parts.DELTA], query_parts.HIDDEN)
+    wanted = np.asarray(wanted, np.float64) + (np.asarray(start) if has_start else 0.0)
+    np.testing.assert_allclose(got, np.broadcast_to(wanted, (64, queries)), rtol=3e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ the GPU, several blocks share the query heads of one, and their sums of dk and d
 afterwards (`kv_parts`). Everything is transposed, keys in rows, so that P and dS feed dv and dk
 from registers:
 
-    S^T  = K Q^T - lse / scale        the accumulator starts from the statistic: no subtraction,
-    dP^T = V dO^T - delta             and no row of statistics is live afterwards
+    S^T  = K Q^T - lse / scale        the accumulator starts from the statistic, which a product of
+    dP^T = V dO^T - delta             its own puts there (`query_parts`): nothing is subtracted
     P    = exp2(scale log2(e) S)      masked steps first write -inf where the pair is hidden
     dS   = P dP                       also part of the gradient of a bias, where that is wanted
     dv  += P^T dO,  dk += dS^T Q      in registers for the whole walk
@@ -35,7 +35,7 @@ and there is room) the bias; slots of dS; with roles slots of P. dk and dv leave
 | barrier | arrives | waits | count |
 |---|---|---|---|
 | kv_ready | copies of K and V | consumers | 1 of 2 |
-| tile_ready[stage] | copies of q, dout, neg_lse, neg_delta, bias | consumers | num_stages of 4, 5 |
+| tile_ready[stage] | copies of q, dout, their statistics, bias | consumers | num_stages of 3 to 6 |
 | tile_consumed[stage] | each consumer, its products done | producer | num_stages of 2 |
 | ds_ready[slot] | keys: consumers; roles: owner of dk | who makes dq | 3, 4 of 2; 2 of 1 |
 | p_ready[stage] (roles) | owner of dv | owner of dk | num_stages of 1 |
@@ -45,9 +45,9 @@ and there is room) the bias; slots of dS; with roles slots of P. dk and dv leave
 
 In a cluster tile_consumed counts its other blocks, too: each fills a part of all of their biases.
 
-A row without keys (or past a length, or padding) starts from S = -inf and dP = 0, so its P and dS
-are 0: the kernel hides keys only. Behind lengths an array may hold NaN: those tiles come from
-copies made with `tail_tile`.
+A row without keys (or past a length, or padding) starts from an S of -inf, or next to it, and from
+dP = 0, so its P and dS are 0: the kernel hides keys only. Behind lengths an array may hold NaN:
+those tiles come from copies made with `tail_tile`.
 """
 
 import dataclasses
@@ -181,11 +181,10 @@ def flash_backward(
         launch = dataclasses.replace(launch, peers=_peers(launch, extras))
     check_smem(f"backward with {config}", _gpu_scratch(launch))
 
-    neg_lse, neg_delta, zeros = row_statistics(
-        launch, out, dout, lse, dlse, scale, extras.query_lengths
-    )
-    prepared_extras = prepared(launch, extras, by_kv=True, at_least_one=False)
-    operands = Gmem(q, k, v, dout, neg_lse, neg_delta, scale, prepared_extras)
+    statistics = row_statistics(launch, out, dout, lse, dlse, scale, extras.query_lengths)
+    of_queries = {name: getattr(statistics, name) for name in launch.statistics}
+    extras_here = prepared(launch, extras, by_kv=True, at_least_one=False)
+    operands = Gmem(q, k, v, dout, **of_queries, scale=scale, extras=extras_here)
     if extras.query_lengths is not None:
         operands = operands._replace(
             q_tail=tail_tile(q, extras.query_lengths, config.block_q),
@@ -196,13 +195,13 @@ def flash_backward(
             k_tail=tail_tile(k, extras.kv_lengths, config.block_kv),
             v_tail=tail_tile(v, extras.kv_lengths, config.block_kv),
         )
-    sums = {} if zeros is None else dict(dq=zeros)
+    sums = {} if statistics.dq is None else dict(dq=statistics.dq)
     if make_dbias and not (launch.peers and launch.visits_all):
-        sums["dbias"] = _zero_dbias(launch, extras.bias, neg_delta)
+        sums["dbias"] = _zero_dbias(launch, extras.bias, after=[*of_queries.values()][0])
     made = _run_adding(launch, operands, sums)
     dq = _finished_dq(launch, made["dq"], q, extras, dq_factor) if make_dq else None
     dbias = _ordered_dbias(launch, made["dbias"], extras.bias) if make_dbias else None
-    return Gradients(dq, made["dk"], made["dv"], dbias, neg_delta)
+    return Gradients(dq, made["dk"], made["dv"], dbias, statistics.total_neg_delta())
 
 
 def _peers(launch: Launch, extras: Extras) -> int:

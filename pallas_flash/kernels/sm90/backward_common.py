@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import dropout, masks, tile_math
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import logits, registers
+from pallas_flash.kernels.sm90 import logits, query_parts, registers
 from pallas_flash.kernels.sm90.call import (
     NO_EXTRAS,
     Call,
@@ -40,9 +40,10 @@ class Gmem(NamedTuple):
     Attributes:
       q, dout: (B, T, N, H) and (B, T, N, Hv).
       k, v: (B, S, K, H) and (B, S, K, Hv).
-      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores; in log2 units with a
-        soft cap, after which it is added.
-      neg_delta: float32, the same shape, -delta: where the gradients of P start from.
+      parts: bfloat16 (B, N, q tiles * block_q, 8), -lse and -delta as `query_parts` has them; see
+        `Statistics` for these three.
+      neg_lse: float32 (B, N, q tiles * block_q).
+      neg_delta: float32, the same shape.
       scale: float32 (1|B,).
       extras: arrays of the mask and of further terms.
       q_tail, dout_tail, k_tail, v_tail: the tile that a length cuts, zeroed behind it.
@@ -57,8 +58,9 @@ class Gmem(NamedTuple):
     k: Ref
     v: Ref
     dout: Ref
-    neg_lse: Ref
-    neg_delta: Ref
+    parts: Ref = None
+    neg_lse: Ref = None
+    neg_delta: Ref = None
     scale: Ref = None
     extras: Extras = NO_EXTRAS
     q_tail: Ref = None
@@ -116,8 +118,14 @@ class Launch(Call):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that computes, and of one that loads; with sums to make it needs more."""
-        return (232, 40) if self.peers else (240, 24)
+        """Of a thread that computes, and of one that loads; to sum over a cluster it needs more."""
+        return (232, 40) if self.cluster > 1 else (240, 24)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Which of `Gmem.parts`, `neg_lse` and `neg_delta` there are."""
+        soft_cap, dropout = "soft_cap" in self.terms, self.dropout_rate > 0
+        return tuple(self.config.statistics(soft_cap=soft_cap, dropout=dropout))
 
     def rank(self) -> Int:
         """Of this block in its cluster."""
@@ -245,27 +253,48 @@ class Block:
 
         Returns whether the bias is tame, see `logits.Start`.
         """
-        terms = []
-        if units.squash is None:
-            terms.append(per_query(self.smem.neg_lse.at[slot], place.shape[0]))
         staged = None
         if self.launch.staged_bias:
             staged = logits.Staged(self.smem.bias.at[slot], place.kv0 - self.walk.kv0)
         start = logits.start(self.launch, self.gmem.extras, place, units, staged)
-        if start.scores is not None:
-            terms.append(start.scores)
-        self.launch.op.set(acc, sum(terms[1:], terms[0]) if terms else zeros(place.shape))
+        scores = start.scores
+        if units.squash is None:
+            scores = self._with_statistic(query_parts.LSE, slot, place.shape[0], scores)
+        self.launch.op.set(acc, zeros(place.shape) if scores is None else scores)
         return start.is_tame
 
-    def exponents(self, products, neg_lse: Ref, place, units, *, masked: bool, is_tame):
-        """log2 of P from the finished accumulator, and the tanh of a soft cap or None."""
+    def start_dprobs(self, acc, slot: Int, rows: int) -> None:
+        """-delta goes in ahead of the product; acc has this many rows."""
+        self.launch.op.set(acc, self._with_statistic(query_parts.DELTA, slot, rows, None))
+
+    def _with_statistic(self, which: int, slot: Int, rows: int, onto):
+        """A tile [rows, block_q] that an accumulator starts from."""
+        if self.smem.parts is not None:
+            return self.launch.op.in_every_row(self.smem.parts.at[slot], which, onto)
+        alone = self.smem.neg_lse if which == query_parts.LSE else self.smem.neg_delta
+        statistic = per_query(alone.at[slot], rows)
+        return statistic if onto is None else statistic + onto
+
+    def exponents(self, products, slot: Int, place, units, *, masked: bool, is_tame, first=0):
+        """log2 of P from the finished accumulator, and the tanh of a soft cap or None.
+
+        Of the tile's queries from `first` on, as many as `place` says.
+        """
         bounds, extras = self.walk.bounds, self.gmem.extras
         scores, squashed = logits.finish(
-            self.launch, extras, place, bounds, units, products, masked=masked
+            self.launch,
+            extras,
+            place,
+            bounds,
+            units,
+            products,
+            masked=masked,
+            in_parts=place.shape[1] < self.launch.config.block_q,
         )
         exponents = scores * units.log2
         if squashed is not None:
-            exponents = exponents + per_query(neg_lse, place.shape[0])
+            rows, queries = place.shape
+            exponents += per_query(self.smem.neg_lse.at[slot, pl.ds(first, queries)], rows)
         # Rounding at large biases: a weight is at most 1.
         at_most_0 = lambda: jnp.minimum(exponents, 0.0)
         return tile_math.if_any(is_tame, lambda: exponents, at_most_0), squashed
@@ -279,13 +308,14 @@ class Block:
         """What dropout leaves of a signed P."""
         return jnp.maximum(p, 0.0) if self.launch.dropout_rate else p
 
-    def dlogits(self, p, dp, neg_delta: Ref, *, has_hidden):
+    def dlogits(self, p, dp, slot: Int, *, has_hidden):
         """Gradient of the logits before a cap, over `dropout.keep_scale`.
 
         From a signed P, with a cap times its slope: taken ahead of dP, the tanh need not be kept.
         """
         if self.launch.dropout_rate:
-            dp = jnp.where(p >= 0.0, dp, per_query(neg_delta, p.shape[0]))
+            dropped = per_query(self.smem.neg_delta.at[slot], p.shape[0])
+            dp = jnp.where(p >= 0.0, dp, dropped)
             p = jnp.abs(p)
         return tile_math.dlogits(p, dp, has_hidden=has_hidden)
 
@@ -317,12 +347,6 @@ class Block:
         size = dlogits.shape[0] * dlogits.shape[1]
         index = (*launch.entry(dbias, place.batch, place.head), *at, pl.ds(part * size, size))
         launch.op.add_dq(dlogits, dbias.at[index])
-
-    def first_carry(self) -> tuple[Int, Int]:
-        """(tiles done, dq row of the tile before): before the first tile zeros are added to it."""
-        launch, walk = self.launch, self.walk
-        first = masks.smaller(walk.first, launch.num_q_tiles - 1)
-        return jnp.int32(0), jnp.int32(self.dq_row(walk.share * launch.heads_a_share, first))
 
     def dq_part(self, row: Int, offset: Int, size: int) -> Ref:
         """`size` elements of a tile of dq, from `offset` on."""
@@ -389,20 +413,31 @@ def tile_smem(launch: Launch) -> dict[str, Any]:
     return dict(
         q=tiled_smem((stages, block_q, launch.head_dim), dtype),
         dout=tiled_smem((stages, block_q, launch.head_dim_v), dtype),
-        neg_lse=plgpu.SMEM((stages, block_q), jnp.float32),
-        neg_delta=plgpu.SMEM((stages, block_q), jnp.float32),
+        **_statistics_smem(launch),
         bias=launch.bias_tiles(stages),
         k=tiled_smem((block_kv, launch.head_dim), dtype),
         v=tiled_smem((block_kv, launch.head_dim_v), dtype),
     )
 
 
+def _statistics_smem(launch: Launch) -> dict[str, Any]:
+    """None where the launch has no such statistic."""
+    rows = launch.config.num_stages, launch.config.block_q
+    kinds = dict(
+        parts=plgpu.SMEM((*rows, query_parts.COLUMNS), jnp.bfloat16),
+        neg_lse=plgpu.SMEM(rows, jnp.float32),
+        neg_delta=plgpu.SMEM(rows, jnp.float32),
+    )
+    return {n: kind if n in launch.statistics else None for n, kind in kinds.items()}
+
+
 def tile_barriers(launch: Launch) -> dict[str, Any]:
     """kv_ready, tile_ready, tile_consumed, done: see the table in backward.py."""
-    stages = launch.config.num_stages
+    stages, copies = launch.config.num_stages, 2 + len(launch.statistics)
+    copies += 1 if launch.staged_bias else 0
     return dict(
         kv_ready=plgpu.Barrier(num_arrivals=2),
-        tile_ready=plgpu.Barrier(num_barriers=stages, num_arrivals=5 if launch.staged_bias else 4),
+        tile_ready=plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
         tile_consumed=_tile_consumed(launch),
         done=plgpu.Barrier(num_arrivals=CONSUMERS),
     )
@@ -477,7 +512,8 @@ def produce(block: Block, sums: Any = None) -> None:
         slot, rows = ring(i, stages), pl.ds(qi * block_q, block_q)
         ready = bars.tile_ready.at[slot]
         pl.when(i >= stages)(lambda: await_consumed(i - stages))
-        for source, dst in ((gmem.neg_lse, smem.neg_lse), (gmem.neg_delta, smem.neg_delta)):
+        for name in launch.statistics:
+            source, dst = (getattr(memory, name) for memory in (gmem, smem))
             plgpu.copy_gmem_to_smem(source.at[walk.b, head, rows], dst.at[slot], ready)
         if launch.staged_bias:
             dst = smem.bias.at[slot]

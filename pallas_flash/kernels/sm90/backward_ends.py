@@ -30,7 +30,7 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import tile_math
-from pallas_flash.kernels.sm90 import loads, registers
+from pallas_flash.kernels.sm90 import loads, query_parts, registers
 from pallas_flash.kernels.sm90.backward_common import Launch
 from pallas_flash.kernels.sm90.call import Call, div, rem
 from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
@@ -44,18 +44,29 @@ ZEROS = 4096  # of one block of zeros_after: most tiles of dq and of a bias are 
 class Statistics(NamedTuple):
     """What the fused backward takes of each query beside q and dout.
 
+    Which of the first three there are `Launch.statistics` says; the others are None.
+
     Attributes:
-      neg_lse: float32 (B, N, q tiles * block_q), see `backward_common.Gmem`; -inf for a row that
-        sees no key or lies behind a length or T.
+      parts: bfloat16 (B, N, q tiles * block_q, 8), the next two for a product, see `query_parts`.
+      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores; in log2 units with a
+        soft cap, after which it is added. -inf for a row that sees no key or lies behind a length
+        or T.
       neg_delta: float32, the same shape: dlse - rowsum(out * dout), over the factor of dropout, as
         dP arrives; 0 where neg_lse is -inf.
       dq: float32 zeros to add dq into, (writers, B, N * q tiles, block_q * H); None unless the
         launch makes dq.
     """
 
-    neg_lse: jax.Array
-    neg_delta: jax.Array
+    parts: jax.Array | None
+    neg_lse: jax.Array | None
+    neg_delta: jax.Array | None
     dq: jax.Array | None
+
+    def total_neg_delta(self) -> jax.Array:
+        """neg_delta, of its parts if need be."""
+        if self.neg_delta is not None:
+            return self.neg_delta
+        return query_parts.total(self.parts, query_parts.DELTA)
 
 
 class _Rows(NamedTuple):
@@ -103,17 +114,22 @@ def row_statistics(
         query_lengths=query_lengths,
     )
     given, structure = jax.tree.flatten(rows)
-    statistic = jax.ShapeDtypeStruct((launch.batch, heads, strips * STRIP), jnp.float32)
-    made = [statistic, statistic, *([_dq_sums(launch)] if launch.make_dq else [])]
+    shape = launch.batch, heads, strips * STRIP
+    alone = jax.ShapeDtypeStruct(shape, jnp.float32)
+    parts = jax.ShapeDtypeStruct((*shape, query_parts.COLUMNS), jnp.bfloat16)
+    kinds = dict(parts=parts, neg_lse=alone, neg_delta=alone)
+    made = {name: kinds[name] for name in launch.statistics}
+    made |= dict(dq=_dq_sums(launch)) if launch.make_dq else {}
 
-    def body(*refs, tiles, read, written, ready):
-        gmem, made = jax.tree.unflatten(structure, refs[: len(given)]), refs[len(given) :]
+    def body(*refs, tiles, read, alone, parts, ready):
+        gmem = jax.tree.unflatten(structure, refs[: len(given)])
+        out = dict(zip(made, refs[len(given) :], strict=True))
         b, strip, head = _place(strips, heads)
         row0 = strip * STRIP
         end = _first_without_meaning(launch, gmem.query_lengths, b, strips)
 
         def write(statistics):
-            written[0], written[1] = statistics
+            alone[0], alone[1] = statistics
 
         def run():
             plgpu.barrier_wait(ready)
@@ -121,26 +137,33 @@ def row_statistics(
 
         copy = lambda: _copy_rows(gmem, b, row0, head, tiles, read, ready)
         _when_before(end, row0, copy)
-        for dq in made[2:]:  # while the copies come
-            _clear_strip(launch, dq, b, head, strip)
+        if launch.make_dq:  # while the copies come
+            _clear_strip(launch, out["dq"], b, head, strip)
         _when_before(end, row0, run, lambda: write(_no_statistics(launch)))
         plgpu.commit_smem()
-        for i, array in enumerate(made[:2]):
-            plgpu.copy_smem_to_gmem(written.at[i], array.at[b, head, pl.ds(row0, STRIP)])
+        if "parts" in out:
+            rows = (plgpu.load(alone.at[i], layout=registers.ROW_LAYOUT) for i in range(2))
+            parts[...] = query_parts.split(*rows)
+            plgpu.commit_smem()
+        written = dict(parts=parts, neg_lse=alone.at[0], neg_delta=alone.at[1])
+        for name in launch.statistics:
+            plgpu.copy_smem_to_gmem(written[name], out[name].at[b, head, pl.ds(row0, STRIP)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    statistics = _kernel(
+    results = _kernel(
         body,
-        made,
+        [*made.values()],
         "flash_backward_statistics",
         blocks=launch.batch * strips * heads,
         interpret=launch.interpret,
         tiles=[plgpu.SMEM((STRIP, launch.head_dim_v), x.dtype) for x in (out, dout)],
         read=plgpu.SMEM((2, STRIP), jnp.float32),
-        written=plgpu.SMEM((2, STRIP), jnp.float32),
+        alone=plgpu.SMEM((2, STRIP), jnp.float32),
+        parts=plgpu.SMEM((STRIP, query_parts.COLUMNS), jnp.bfloat16),
         ready=plgpu.Barrier(num_arrivals=2 + len(_statistics_of(rows))),
     )(*given)
-    return Statistics(*statistics, *(() if launch.make_dq else (None,)))
+    none = dict.fromkeys(Statistics._fields)
+    return Statistics(**none | dict(zip(made, results, strict=True)))
 
 
 def whole_strips(call: Call, statistic, fill: float):

@@ -25,9 +25,9 @@ Int = masks.Int
 
 ROWS = 64  # keys of one consumer
 # Whoever writes dS of tile i has seen both consumers finish tile i - 3: four slots need no barrier
-# that says "consumed". In a cluster, with its two stages, three are enough, as tile i comes when
-# both are done with tile i - 2; the fourth makes room for the mailbox.
-DS_SLOTS, DS_SLOTS_IN_CLUSTER = 4, 3
+# that says "consumed". With two stages three are enough, as tile i comes when both are done with
+# tile i - 2: that makes room for a cluster's mailbox, and for the statistics of 128 queries.
+DS_SLOTS, FEWER_DS_SLOTS = 4, 3
 
 
 class Smem(NamedTuple):
@@ -35,6 +35,7 @@ class Smem(NamedTuple):
 
     q: Ref  # [num_stages, block_q, head_dim]
     dout: Ref  # [num_stages, block_q, head_dim_v]
+    parts: Ref  # [num_stages, block_q, 8], or None like each of the next two
     neg_lse: Ref  # [num_stages, block_q]
     neg_delta: Ref  # [num_stages, block_q]
     bias: Ref  # [num_stages, block_q, 128], or None
@@ -143,7 +144,9 @@ def _cluster_barriers(launch: Launch) -> dict[str, Any]:
 
 
 def _num_ds_slots(launch: Launch) -> int:
-    return DS_SLOTS_IN_CLUSTER if launch.cluster > 1 else DS_SLOTS
+    config = launch.config
+    spare = launch.cluster > 1 or config.block_q == 128
+    return FEWER_DS_SLOTS if spare and config.num_stages == 2 else DS_SLOTS
 
 
 def run_roles(block: Block, wg) -> None:
@@ -196,11 +199,10 @@ def _walk(c: _Consumer):
     """All tiles; returns dk (before the scale) and dv of this consumer's keys."""
     block, launch, op = c.block, c.block.launch, c.block.launch.op
     step = functools.partial(_step, c)
-    carry = (*block.first_carry(), jnp.int32(0))
-    done, before, turn = block.walk.over_tiles(launch, step, carry)
+    done, before, turn = block.walk.over_tiles(launch, step, (jnp.int32(0),) * 3)
     if launch.make_dq:
         _issue_dq(c, _ds_slots(launch, done, turn)[1])
-        _add_dq(c, before, in_flight=0)
+        _add_dq(c, done - 1, before, in_flight=0)
     return op.load(c.acc.dk), op.load(c.acc.dv, None)
 
 
@@ -215,25 +217,18 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     i, before, turn = carry
     slot = common.ring(i, config.num_stages)
     q, dout = smem.q.at[slot], smem.dout.at[slot]
-
-    neg_lse, neg_delta = smem.neg_lse.at[slot], smem.neg_delta.at[slot]
     place = c.block.place(head, qi, c.kv0, ROWS)
 
     plgpu.barrier_wait(bars.tile_ready.at[slot])
     is_tame = c.block.start_scores(acc.s, slot, place, c.units)
-    op.set(acc.dp, common.per_query(neg_delta, ROWS))
+    c.block.start_dprobs(acc.dp, slot, ROWS)
     keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
     products = op.load(acc.s, 1)
-    exponents, squashed = c.block.exponents(
-        products, neg_lse, place, c.units, masked=masked, is_tame=is_tame
-    )
-    p = c.block.signed_by_dropout(jnp.exp2(exponents), place)  # [64 keys, block_q]
-    p_kept, p = c.block.kept(p).astype(dtype), tile_math.sloped(p, squashed)
-    op.wgmma(acc.dv, p_kept, dout)  # before dP is awaited: work during dS
-    dp = op.load(acc.dp, 1)
-    dlogits = c.block.dlogits(p, dp, neg_delta, has_hidden=c.block.hides(masked, is_tame))
+    p, products_of_dv = _probs(c, products, slot, place, masked=masked, is_tame=is_tame)
+    dp = op.load(acc.dp, products_of_dv)
+    dlogits = c.block.dlogits(p, dp, slot, has_hidden=c.block.hides(masked, is_tame))
     c.block.add_dbias(dlogits, place, c.block.walk.ki, c.wg)
     ds = dlogits.astype(dtype)
     ds_slot, ds_slot_before = _ds_slots(launch, i, turn)
@@ -241,7 +236,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     _issue_dq(c, ds_slot_before)
     _publish_ds(c, ds_slot)
     op.wgmma(acc.dk, ds, q)
-    _add_dq(c, before, in_flight=1)
+    _add_dq(c, i - 1, before, in_flight=1)
     op.wait(0)
     if launch.cluster > 1:
         cluster_sums.release_to_cluster()
@@ -249,20 +244,62 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     return i + 1, c.block.dq_row(head, qi), _next_turn(launch, turn)
 
 
+def _probs(c: _Consumer, products, slot, place: logits.Place, *, masked: bool, is_tame):
+    """P [64 keys, block_q], with a cap times its slope, and how many products of dv it issued.
+
+    They are issued before dP is awaited: work for the tensor cores during dS. The tanh of a cap
+    makes P come late, so there a part of dv begins as soon as it has its columns of P.
+    """
+    op, launch, dout = c.block.launch.op, c.block.launch, c.block.smem.dout.at[slot]
+    width = _columns_at_a_time(launch)
+    parts = []
+    for first in range(0, launch.config.block_q, width):
+        some = place._replace(q0=place.q0 + first, shape=(ROWS, width))
+        exponents, squashed = c.block.exponents(
+            products[:, first : first + width],
+            slot,
+            some,
+            c.units,
+            masked=masked,
+            is_tame=is_tame,
+            first=first,
+        )
+        p = c.block.signed_by_dropout(jnp.exp2(exponents), some)
+        p_kept = c.block.kept(p).astype(launch.dtype)
+        parts.append(tile_math.sloped(p, squashed))
+        if width == launch.config.block_q:
+            op.wgmma(c.acc.dv, p_kept, dout)
+        else:
+            op.wgmma_rows(c.acc.dv, p_kept, dout, first)
+    return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0], len(parts)
+
+
+def _columns_at_a_time(launch: Launch) -> int:
+    """Queries whose weights are made together. Bits of a mask come in words of 32.
+
+    With dropout or a bias there are no registers for more than one product of dv in flight.
+    """
+    block_q = launch.config.block_q
+    has_room = "soft_cap" in launch.terms and not (launch.dropout_rate or "bias" in launch.terms)
+    if not has_room or launch.head_dim_v % 64:
+        return block_q
+    return max(block_q // 4, 32 if "mask_bits" in launch.terms else 16)
+
+
 def _ds_slots(launch: Launch, i, turn):
     """Where dS of tile i is, and that of the tile before.
 
-    turn: i mod 3 in a cluster, kept from step to step: the division would cost registers.
+    turn: i mod 3 where there are three, kept from step to step: the division would cost registers.
     """
-    if launch.cluster == 1:
+    if _num_ds_slots(launch) == DS_SLOTS:
         return common.ring(i, DS_SLOTS), common.ring(i + DS_SLOTS - 1, DS_SLOTS)
-    return turn, jnp.where(turn == 0, DS_SLOTS_IN_CLUSTER - 1, turn - 1)
+    return turn, jnp.where(turn == 0, FEWER_DS_SLOTS - 1, turn - 1)
 
 
 def _next_turn(launch: Launch, turn):
-    if launch.cluster == 1:
+    if _num_ds_slots(launch) == DS_SLOTS:
         return turn
-    return jnp.where(turn == DS_SLOTS_IN_CLUSTER - 1, 0, turn + 1)
+    return jnp.where(turn == FEWER_DS_SLOTS - 1, 0, turn + 1)
 
 
 def _share_ds(c: _Consumer, slot, ds) -> None:
@@ -294,13 +331,13 @@ def _issue_dq(c: _Consumer, slot) -> None:
         op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot, :, pl.ds(c.wg * m, m)]), smem.k)
 
 
-def _add_dq(c: _Consumer, row, in_flight: int) -> None:
-    """Adds the part that was issued to its place in global memory."""
+def _add_dq(c: _Consumer, i, row, in_flight: int) -> None:
+    """Adds the part that was issued, of tile i if there is one, to its place in global memory."""
     launch, op = c.block.launch, c.block.launch.op
     if launch.make_dq:
         m, n = _dq_shape(launch, c.wg)
         part = c.block.dq_part(row, c.wg * (m * _first_columns(launch)), m * n)
-        op.add_dq(op.load(c.acc.dq, in_flight), part)
+        op.add_dq(op.load(c.acc.dq, in_flight), part, where=i >= 0)
 
 
 def _finish(block: Block, wg, dk, dv) -> None:

@@ -30,6 +30,7 @@ class Smem(NamedTuple):
 
     q: Ref  # [num_stages, block_q, head_dim]
     dout: Ref  # [num_stages, block_q, head_dim_v]
+    parts: Ref  # [num_stages, block_q, 8], or None like each of the next two
     neg_lse: Ref  # [num_stages, block_q]
     neg_delta: Ref  # [num_stages, block_q]
     bias: Ref  # [num_stages, block_q, 64], or None
@@ -143,9 +144,10 @@ def _walk(c: _Consumer):
     block = c.block
     step = functools.partial(_step, c)
     tests = c.role == DV_OWNER
-    done, before = block.walk.over_tiles(block.launch, step, block.first_carry(), tests=tests)
+    carry = (jnp.int32(0),) * 2
+    done, before = block.walk.over_tiles(block.launch, step, carry, tests=tests)
     _issue_dq(c, done + DS_SLOTS - 1)
-    _add_dq(c, before, in_flight=0)
+    _add_dq(c, done - 1, before, in_flight=0)
     return block.launch.op.load(c.acc.grad)
 
 
@@ -164,7 +166,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
         a, b = _dlogits(c, slot, i, place), smem.q.at[slot]
     _issue_dq(c, i + DS_SLOTS - 1)
     op.wgmma(acc.grad, a, b)
-    _add_dq(c, before, in_flight=1)
+    _add_dq(c, i - 1, before, in_flight=1)
     op.wait(0)
     plgpu.barrier_arrive(bars.tile_consumed.at[slot])
     return i + 1, c.block.dq_row(head, qi)
@@ -173,12 +175,11 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
 def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
     """P^T [64 keys, block_q], handed to the owner of dk as well, there negative where dropped."""
     smem, op = c.block.smem, c.block.launch.op
-    neg_lse = smem.neg_lse.at[slot]
     is_tame = c.block.start_scores(c.acc.x, slot, place, c.units)
     keys = smem.k.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, keys, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
     exponents, _ = c.block.exponents(
-        op.load(c.acc.x), neg_lse, place, c.units, masked=masked, is_tame=is_tame
+        op.load(c.acc.x), slot, place, c.units, masked=masked, is_tame=is_tame
     )
     p = c.block.signed_by_dropout(jnp.exp2(exponents), place)
     p = p.astype(c.block.launch.dtype)
@@ -190,16 +191,15 @@ def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
 def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     """dS^T [64 keys, block_q], handed to the owner of dv as well."""
     smem, bars, op, dtype = c.block.smem, c.block.bars, c.block.launch.op, c.block.launch.dtype
-    neg_delta = smem.neg_delta.at[slot]
-    op.set(c.acc.x, common.per_query(neg_delta, KEYS))
+    c.block.start_dprobs(c.acc.x, slot, KEYS)
     values = smem.v.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
     p = plgpu.load(smem.p.at[slot], layout=registers.ACC_LAYOUT).astype(jnp.float32)
-    p = tile_math.sloped(p, _squashed(c, jnp.abs(p), smem.neg_lse.at[slot]))
+    p = tile_math.sloped(p, _squashed(c, jnp.abs(p), slot))
     # This role runs masked and plain steps alike and sees no bias: it asks whether any step hides.
     has_hidden = c.block.walk.hides or "bias" in c.block.launch.terms
-    dlogits = c.block.dlogits(p, op.load(c.acc.x), neg_delta, has_hidden=has_hidden)
+    dlogits = c.block.dlogits(p, op.load(c.acc.x), slot, has_hidden=has_hidden)
     c.block.add_dbias(dlogits, place, c.block.walk.ki, 0)
     ds = dlogits.astype(dtype)
     if c.block.launch.make_dq:
@@ -210,11 +210,12 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     return ds
 
 
-def _squashed(c: _Consumer, p, neg_lse: Ref):
+def _squashed(c: _Consumer, p, slot):
     """The tanh of the soft cap, from P = 2^(log2 * tanh - lse); None without a cap."""
     if c.units.squash is None:
         return None
-    from_p = (jnp.log2(p) - common.per_query(neg_lse, KEYS)) * (1.0 / c.units.log2)
+    neg_lse = common.per_query(c.block.smem.neg_lse.at[slot], KEYS)
+    from_p = (jnp.log2(p) - neg_lse) * (1.0 / c.units.log2)
     return jnp.where(p > 0.0, from_p, 0.0)
 
 
@@ -230,14 +231,14 @@ def _issue_dq(c: _Consumer, i) -> None:
         op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot]), keys)
 
 
-def _add_dq(c: _Consumer, row, in_flight: int) -> None:
-    """Adds the columns that were issued to their place in global memory."""
+def _add_dq(c: _Consumer, i, row, in_flight: int) -> None:
+    """Adds the columns that were issued, of tile i if there is one, to their place."""
     launch, op = c.block.launch, c.block.launch.op
     first, columns = _dq_columns(launch, c.role)
     if columns:
         block_q = launch.config.block_q
         part = c.block.dq_part(row, first * block_q, columns * block_q)
-        op.add_dq(op.load(c.acc.dq, in_flight), part)
+        op.add_dq(op.load(c.acc.dq, in_flight), part, where=i >= 0)
 
 
 def _finish(block: Block, role: int, grad) -> None:

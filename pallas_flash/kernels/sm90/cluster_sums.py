@@ -39,7 +39,6 @@ _SWIZZLED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransfor
 _COPY = (
     "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
 )
-_KEYS = 16  # of one read of a warp: 16 keys of 2 bytes are what L2 writes at once
 
 
 def release_to_cluster() -> None:
@@ -147,7 +146,7 @@ def store_sum(tile, others, out, where, *, rank, peers: int, factor: float) -> N
     """out[entry, row0 + query, col0 + key] = factor * (tile + sum over others)[key, query].
 
     where = (entry, row0, col0) is the place of the keys of all blocks: this one stores those from
-    rank * keys on. When it returns, all is read. A lane reads neighbouring queries of one key.
+    rank * keys on. When it returns, all is read. A lane stores eight neighbouring keys of a query.
 
     Args:
       tile: [all keys, queries] in shared memory (`tiled_smem`), 16 bits.
@@ -159,47 +158,109 @@ def store_sum(tile, others, out, where, *, rank, peers: int, factor: float) -> N
       factor: static.
     """
     keys, queries = tile.shape[0] // peers, tile.shape[1]
-    each = keys * queries // (_WARPS * 32)  # of one lane
-    width = min(each, 8)  # queries of one read
+    octets = min(keys // 8, 4)  # of keys, in one read of a warp; what is left are more queries
+    down, across = 8 * octets, 32 // octets
+    reads = keys // down * (queries // across)
     lines, (_, rows, columns) = queries // 64, out.shape
 
     @inline_mgpu(arg_types=(_SWIZZLED, _SWIZZLED, plgpu.RefType(), *[SCALAR_LAYOUT] * 4))
     def store(_, tile, others, out, *where):
         entry, row0, col0, rank = (x.registers.flat[0] for x in where)
-        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
         stored = ir.MemRefType(tile.type).element_type
         thread = thread_in_warpgroup()
         warp, lane = shifted(thread, 5), low(thread, 32)
-        key_in_read, query_in_read = low(lane, _KEYS), times(shifted(lane, 4), width)
+        source_key, source_query = _read_from(lane, octets)
+        turns = low(lane, 4)
+        my_key, my_query = _in_octets(turns, octets)
+        my_query = added(my_query, shifted(lane, 2))
 
         bases = [added(_address(tile), times(rank, keys * queries * 2))]
         for other in range(peers - 1):
             bases.append(added(_address(others), i32_const(other * keys * queries * 2)))
-        for turn in range(each // width):
-            unit = added(warp, i32_const(turn * _WARPS))
-            key = added(times(low(unit, keys // _KEYS), _KEYS), key_in_read)
-            query = times(shifted(unit, (keys // _KEYS).bit_length() - 1), 2 * width)
-            query = added(query, query_in_read)
-            at = opaque(_offset(key, query, lines))
-            sums = _read(added(bases[0], at), width, stored)
-            for base in bases[1:]:  # one after the other, in few registers
-                read = _read(added(base, at), width, stored)
-                sums = [arith.addf(*pair) for pair in zip(sums, read, strict=True)]
-            if factor != 1.0:
-                scale = arith.constant(f32, ir.FloatAttr.get(f32, factor))
-                sums = [arith.mulf(x, scale) for x in sums]
-            row = arith.extsi(i64, added(times(entry, rows), row0, query))
-            col = arith.extsi(i64, added(col0, times(rank, keys), key))
-            first = added(arith.muli(row, mgpu.utils.c(columns, i64)), col)
-            pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(out), [first], stored)
-            for i, value in enumerate(sums):
-                step = mgpu.utils.c(i * columns, i64)
-                at = mgpu.utils.getelementptr(pointer, [step], stored)
-                llvm.store(arith.truncf(stored, value), at)
+        for first in range(0, reads, _WARPS):
+            unit = added(warp, i32_const(first))
+            key0 = times(low(unit, keys // down), down)
+            query0 = times(shifted(unit, (keys // down).bit_length() - 1), across)
+            at = opaque(_offset(added(key0, source_key), added(query0, source_query), lines))
+            words = _sum_of([added(base, at) for base in bases], factor, stored)
+            row = added(times(entry, rows), row0, query0, my_query)
+            col = added(col0, times(rank, keys), key0, my_key)
+            _store_words(out, row, col, columns, _turned_back(words, turns), stored)
         mgpu.utils.warpgroup_barrier()
 
     others = tile if others is None else others
     store(tile, others, out, *(jnp.int32(x) for x in (*where, rank)))
+
+
+def _in_octets(place, octets: int):
+    """First key and first query of one of the four octets of a read."""
+    return times(low(place, octets), 8), times(shifted(place, octets.bit_length() - 1), 8)
+
+
+def _read_from(lane, octets: int):
+    """Key and first of eight queries that this lane names to a transposing ldmatrix of four.
+
+    A matrix is eight keys of eight queries, and gives lane 4 q + i its keys 2 i and 2 i + 1 of
+    query q. Matrix m has of octet i the pair (m + i) mod 4: so a lane gets its octet whole, and the
+    keys of a matrix are unlike in their last three bits, by which the swizzle keeps banks apart.
+    """
+    matrix, i = shifted(lane, 3), shifted(low(lane, 8), 1)
+    key, query = _in_octets(i, octets)
+    return added(key, times(low(added(matrix, i), 4), 2), low(lane, 2)), query
+
+
+def _turned_back(words, turns):
+    """words[(i - turns) mod 4] for i in order; turns: 0 to 3, of this lane."""
+    for bit in range(2):
+        turned = arith.cmpi(arith.CmpIPredicate.ne, low(shifted(turns, bit), 2), i32_const(0))
+        words = [arith.select(turned, words[i - (1 << bit)], words[i]) for i in range(4)]
+    return words
+
+
+def _sum_of(addresses, factor: float, stored):
+    """factor * the sum of what ldmatrix reads at these addresses: four pairs of 16 bits."""
+    first, *rest = addresses
+    words = _load_transposed(first)
+    if not rest and factor == 1.0:
+        return words
+    sums = _floats(words, stored)
+    for address in rest:  # one after the other, in few registers
+        read = _floats(_load_transposed(address), stored)
+        sums = [arith.addf(*pair) for pair in zip(sums, read, strict=True)]
+    if factor != 1.0:
+        f32 = ir.F32Type.get()
+        scale = arith.constant(f32, ir.FloatAttr.get(f32, factor))
+        sums = [arith.mulf(x, scale) for x in sums]
+    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), stored)
+    halves = [arith.truncf(stored, x) for x in sums]
+    pairs = (vector.from_elements(pair, halves[i : i + 2]) for i in range(0, 8, 2))
+    return [llvm.bitcast(i32, x) for x in pairs]
+
+
+def _floats(words, stored):
+    pair = ir.VectorType.get((2,), stored)
+    halves = [llvm.bitcast(pair, word) for word in words]
+    return [
+        arith.extf(ir.F32Type.get(), vector.extract(half, [], [i]))
+        for half, i in itertools.product(halves, range(2))
+    ]
+
+
+def _load_transposed(address):
+    i32 = ir.IntegerType.get_signless(32)
+    four = llvm.StructType.get_literal([i32] * 4)
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+    loaded = llvm.inline_asm(four, [address], text, "=r,=r,=r,=r,r", has_side_effects=True)
+    return [llvm.extractvalue(i32, loaded, [i]) for i in range(4)]
+
+
+def _store_words(out, row, col, columns: int, words, stored) -> None:
+    """Eight neighbours of out[row, col], which the shapes keep at multiples of 16 bytes."""
+    i64 = ir.IntegerType.get_signless(64)
+    first = arith.muli(arith.extsi(i64, row), mgpu.utils.c(columns, i64))
+    first = arith.addi(first, arith.extsi(i64, col))
+    pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(out), [first], stored)
+    void_asm([pointer, *words], "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r")
 
 
 def _address(ref):
@@ -218,26 +279,3 @@ def _in_block(address, block):
     i32 = ir.IntegerType.get_signless(32)
     text = "mapa.shared::cluster.u32 $0, $1, $2;"
     return llvm.inline_asm(i32, [address, block], text, "=r,r,r")
-
-
-def _read(address, width: int, stored):
-    """`width` neighbours of 16 bits in shared memory, as float32."""
-    pair = ir.VectorType.get((2,), stored)
-    halves = [llvm.bitcast(pair, word) for word in _load_words(address, width // 2)]
-    return [
-        arith.extf(ir.F32Type.get(), vector.extract(half, [], [i]))
-        for half, i in itertools.product(halves, range(2))
-    ]
-
-
-def _load_words(address, count: int):
-    i32 = ir.IntegerType.get_signless(32)
-    if count == 1:
-        text = "ld.shared.b32 $0, [$1];"
-        return [llvm.inline_asm(i32, [address], text, "=r,r", has_side_effects=True)]
-    struct = llvm.StructType.get_literal([i32] * count)
-    names = ", ".join(f"${i}" for i in range(count))
-    text = f"ld.shared.v{count}.b32 {{{names}}}, [${count}];"
-    constraints = "=r," * count + "r"
-    loaded = llvm.inline_asm(struct, [address], text, constraints, has_side_effects=True)
-    return [llvm.extractvalue(i32, loaded, [i]) for i in range(count)]

@@ -124,14 +124,15 @@ def finish(
     products,
     *,
     masked: bool,
+    in_parts: bool = False,
 ) -> Scores:
-    """Scores from the finished accumulator."""
-    scores, squashed = products, None
+    """Scores from the finished accumulator; in_parts: of some columns of it."""
+    scores, squashed, q_in_rows = products, None, place.q_axis == 0
     if u.squash is not None:
-        # Not in the backward, which waits for products: 2.43 ms without, 2.45 with both, 2.49 with
-        # the reciprocal alone (H200, D 128, causal, T 8192, B 2).
-        ways = dict(reciprocal=call.op.reciprocal, all_within=call.op.all_within)
-        ways = ways if place.q_axis == 0 else {}
+        # The backward has no registers for both sides of a branch, and waits for other things: with
+        # whole tiles the reciprocal alone loses 1 % (H200, D 128) or 2 % (D 256).
+        ways = dict(reciprocal=call.op.reciprocal) if q_in_rows or in_parts else {}
+        ways |= dict(all_within=call.op.all_within) if q_in_rows else {}
         scores = squashed = tile_math.squashed(products, u.squash, u.top, **ways)
         if "bias" in call.terms:  # of -inf: hidden, though its tanh is finite
             scores = masks.hide(scores, products > -jnp.inf)

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_flash import masks
-from pallas_flash.kernels.sm90 import loads
+from pallas_flash.kernels.sm90 import issue_mma, loads, query_parts
 from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
 from pallas_flash.kernels.sm90.registers import (
     ACC_LAYOUT,
@@ -71,6 +71,7 @@ class GpuOps:
     load_staged = staticmethod(loads.load_staged)
     load_bits = staticmethod(loads.load_bits)
     count_from = staticmethod(loads.count_from)
+    in_every_row = staticmethod(query_parts.in_every_row)
 
     @staticmethod
     def accumulator_scratch(num_wgs: int, **shapes):
@@ -93,6 +94,11 @@ class GpuOps:
     def wgmma(acc, a, b) -> None:
         """Issues acc += a @ b; a in shared memory or registers, b in shared memory."""
         plgpu.wgmma(acc, a, b)
+
+    @staticmethod
+    def wgmma_rows(acc, a, b, first: int) -> None:
+        """Issues acc += a @ b[first : first + a.shape[1]], in sixteens; a in registers."""
+        acc[...] = issue_mma.add_rows(GpuOps.load(acc, None), a, b, first)
 
     @staticmethod
     def load(acc, in_flight: int | None = 0):
@@ -254,27 +260,30 @@ class GpuOps:
         return 1
 
     @staticmethod
-    def add_dq(dq, ref) -> None:
+    def add_dq(dq, ref, *, where=True) -> None:
         """ref (GMEM, flat float32) += dq, in register order [m/64, n/8, 128 threads, 4].
 
         A warp's red.v4 covers 512 contiguous bytes; scalar atomic_add took 3x the kernel's time.
+        where: a scalar; False adds nothing, without a branch.
         """
 
-        @inline_mgpu(arg_types=(ACC_LAYOUT, plgpu.RefType()))
-        def red_add(_, acc, out):
+        @inline_mgpu(arg_types=(ACC_LAYOUT, plgpu.RefType(), SCALAR_LAYOUT))
+        def red_add(_, acc, out, where):
+            where = where.registers.flat[0]
             acc = acc.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
             values = [llvm.extractelement(v, i32_const(0)) for v in acc.registers.flat]
             f32 = ir.F32Type.get()
             offset = arith.muli(thread_in_warpgroup(), i32_const(4))
             base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(out), [offset], f32)
             for g in range(len(values) // 4):
+                at = mgpu.utils.getelementptr(base, [g * 512], f32)
                 void_asm(
-                    [mgpu.utils.getelementptr(base, [g * 512], f32), *values[4 * g : 4 * g + 4]],
-                    "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-                    "l,f,f,f,f",
+                    [where, at, *values[4 * g : 4 * g + 4]],
+                    "@$0 red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5};",
+                    "b,l,f,f,f,f",
                 )
 
-        red_add(dq, ref)
+        red_add(dq, ref, jnp.bool_(where))
 
     @staticmethod
     def order_dq(dq: jax.Array, m: int, n: int) -> jax.Array:

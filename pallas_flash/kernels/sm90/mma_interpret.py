@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
+from pallas_flash.kernels.sm90 import query_parts
 
 
 class _SmemAccumulator:
@@ -50,6 +51,16 @@ class InterpretOps:
         a = a if isinstance(a, jax.Array) else a[...]
         acc.ref[...] += lax.dot(a, b[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # orders these plain reads before a later TMA write of the slot
+
+    @staticmethod
+    def wgmma_rows(acc, a, b, first: int) -> None:
+        InterpretOps.wgmma(acc, a, b.at[pl.ds(first, a.shape[1])])
+
+    @staticmethod
+    def in_every_row(parts, first: int, onto=None):
+        statistic = query_parts.total(parts[...], first)
+        tile = jnp.broadcast_to(statistic, (64, *statistic.shape))
+        return tile if onto is None else onto + tile
 
     @staticmethod
     def load(acc, in_flight: int | None = 0):
@@ -145,10 +156,14 @@ class InterpretOps:
         return num_blocks  # no atomics here: one slice a block, summed outside
 
     @staticmethod
-    def add_dq(dq, ref) -> None:
+    def add_dq(dq, ref, *, where=True) -> None:
         m, n = dq.shape  # columns in eights, as on the GPU: a tile is its column parts in a row
         dq = dq.reshape(m // 64, 64, n // 8, 8).transpose(0, 2, 1, 3)
-        ref[...] += dq.reshape(-1)
+
+        def add():
+            ref[...] += dq.reshape(-1)
+
+        pl.when(where)(add)
 
     @staticmethod
     def order_dq(dq: jax.Array, m: int, n: int) -> jax.Array:

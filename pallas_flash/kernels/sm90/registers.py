@@ -78,6 +78,12 @@ def opaque(value):
     return llvm.inline_asm(value.type, [value], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
 
 
+def values_of(tile) -> list[ir.Value]:
+    """A FragmentedArray in ACC_LAYOUT -> one value an element, in the order of `element`."""
+    tile = tile.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
+    return [vector.extract(register, [], [0]) for register in tile.registers.flat]
+
+
 def accumulator(values, shape: tuple[int, int], *, is_signed: bool | None):
     """One value an element, in the order of `element` -> a FragmentedArray in ACC_LAYOUT."""
     layout = fa.WGMMA_LAYOUT_ACC_32BIT

@@ -1,0 +1,114 @@
+"""wgmma written by hand, for what Mosaic's does not: no start value, and part of a swizzle's rows.
+
+What is issued here is not waited for. The result is for `op.set` of an accumulator, and nothing may
+read it before a product that was issued later is there.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_flash.kernels.sm90.registers import ACC_LAYOUT, accumulator, inline_mgpu, values_of
+
+STEP = 16  # numbers of 16 bits that one wgmma sums over
+ATOM_BYTES = 8 * 128  # 8 rows of 128 bytes: what the widest swizzle permutes
+_NAMES = {"bfloat16": "bf16", "float16": "f16"}
+
+
+def issue(
+    given: Sequence[ir.Value] | None,
+    a: Sequence[Sequence[ir.Value | str]],
+    b: Sequence[ir.Value],
+    n: int,
+    *,
+    dtype: str,
+    b_transposed: bool,
+    ahead: str = "",
+) -> list[ir.Value]:
+    """An accumulator [64, n] plus a @ b, as this thread's values.
+
+    Args:
+      given: values of the accumulator so far; None for zero.
+      a: four words of every step of 16, or names of registers that `ahead` declares.
+      b: a descriptor of every step.
+      n: columns.
+      dtype: of a and b.
+      b_transposed: rows of b lie in memory one after the other, not its columns.
+      ahead: PTX to run before.
+    """
+    f32, count, name = ir.F32Type.get(), n // 2, _NAMES[dtype]
+    operands = [*(given or [])]
+    constraints = ["=f"] * count + [str(i) for i in range(len(operands))]
+    results = ", ".join(f"${i}" for i in range(count))
+    lines = ["wgmma.fence.sync.aligned;"]
+    for words, descriptor in zip(a, b, strict=True):
+        names = []
+        for word in words:
+            names.append(word if isinstance(word, str) else f"${len(constraints)}")
+            if not isinstance(word, str):
+                operands.append(word)
+                constraints.append("r")
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{STEP}.f32.{name}.{name} {{{results}}},"
+            f" {{{', '.join(names)}}}, ${len(constraints)}, adds, 1, 1, {int(b_transposed)};"
+        )
+        operands.append(descriptor)
+        constraints.append("l")
+    lines.append("wgmma.commit_group.sync.aligned;")
+    adds = f".reg .pred adds; setp.ne.b32 adds, {int(given is not None)}, 0;"
+    struct = llvm.StructType.get_literal([f32] * count)
+    text = f"{{ {ahead} {adds} {' '.join(lines)} }}"
+    made = llvm.inline_asm(struct, operands, text, ",".join(constraints), has_side_effects=True)
+    return [llvm.extractvalue(f32, made, [i]) for i in range(count)]
+
+
+def descriptor(ref, *, leading: int, stride: int, swizzle: int = 0, offset: int = 0) -> ir.Value:
+    """Of an operand in shared memory.
+
+    Args:
+      ref: where the memory begins.
+      leading: bytes to the next piece of the operand in its contiguous direction.
+      stride: bytes to the next eight rows.
+      swizzle: 0 or 128 bytes.
+      offset: bytes from the beginning of `ref`.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+    const = lambda value: mgpu.utils.c(value, i64)
+    address = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+    pieces = arith.shrui(arith.andi(arith.extui(i64, address), const(0x3FFFF)), const(4))
+    layout = (leading >> 4 << 16) | (stride >> 4 << 32) | ({0: 0, 128: 1}[swizzle] << 62)
+    return arith.addi(arith.ori(pieces, const(layout)), const(offset >> 4))
+
+
+def add_rows(given, a, b, first: int):
+    """given + a @ b[first : first + a.shape[1]], in sixteens, where Mosaic wants whole swizzles.
+
+    Args:
+      given: an accumulator [64, n], which products in flight may still add to.
+      a: [64, rows] in registers.
+      b: [all rows, n] in shared memory, n a multiple of 64, as `tiled_smem` has it.
+      first: static.
+    """
+    n, dtype = b.shape[1], jnp.dtype(a.dtype).name
+    out = plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=ACC_LAYOUT)
+    tiled = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    eight_rows = n // 64 * ATOM_BYTES
+    starts = [row // 8 * eight_rows for row in range(first, first + a.shape[1], STEP)]
+
+    def product(_, given, a, b):
+        words = [llvm.bitcast(ir.IntegerType.get_signless(32), pair) for pair in a.registers.flat]
+        rows = [
+            descriptor(b, leading=ATOM_BYTES, stride=eight_rows, swizzle=128, offset=start)
+            for start in starts
+        ]
+        steps = [words[4 * i : 4 * i + 4] for i in range(len(rows))]
+        values = issue(values_of(given), steps, rows, n, dtype=dtype, b_transposed=True)
+        return accumulator(values, (64, n), is_signed=None)
+
+    return inline_mgpu(arg_types=(ACC_LAYOUT, ACC_LAYOUT, tiled), return_type=out)(product)(
+        given, a, b
+    )

@@ -369,7 +369,7 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     scale = _constant_scale(problem) if scale is None else scale
     deterministic = problem.deterministic_backward
     config = tuned.backward_of(problem)
-    dq, dk, dv, dbias, neg_delta = backward_kernel.flash_backward(
+    dq, dk, dv, dbias, statistics = backward_kernel.flash_backward(
         arrays.q,
         arrays.k,
         arrays.v,
@@ -389,6 +389,7 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
     if dbias is not None:
         grads["bias"] = dbias
     if "sinks" in wanted:
+        neg_delta = statistics.total_neg_delta()
         grads["sinks"] = _dsinks(extras, lse, _delta(problem, extras, neg_delta, dlse))
     scaled = _is_plain(problem) if deterministic else "scale" not in wanted  # by the kernel itself
     if deterministic:
@@ -398,7 +399,7 @@ def _run_backward(problem: Problem, wanted, arrays: _Arrays, scale, query, out, 
             arrays.v,
             dout,
             lse,
-            neg_delta,
+            statistics.total_neg_delta(),
             arrays.scale,
             config=tuned.dq_of(problem),
             out_float32=not scaled,

@@ -65,7 +65,12 @@ from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import backward_keys, backward_roles
 from pallas_flash.kernels.sm90.backward_common import Block, Gmem, Launch
-from pallas_flash.kernels.sm90.backward_ends import finish_dq, row_statistics, zeros_after
+from pallas_flash.kernels.sm90.backward_ends import (
+    Statistics,
+    finish_dq,
+    row_statistics,
+    zeros_after,
+)
 from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, with_bias
 from pallas_flash.kernels.sm90.cost import cost_estimate
 from pallas_flash.kernels.sm90.smem import check_smem
@@ -83,14 +88,14 @@ class Gradients(NamedTuple):
       dk: (B, S, K * kv_parts, H), the parts of a kv head in sequence.
       dv: (B, S, K * kv_parts, Hv).
       dbias: in the shape of the bias, float32 or its dtype.
-      neg_delta: float32 (B, N, >= q_len), see `backward_ends.Statistics`.
+      statistics: of the queries, for whoever needs delta.
     """
 
     dq: jax.Array | None
     dk: jax.Array
     dv: jax.Array
     dbias: jax.Array | None
-    neg_delta: jax.Array
+    statistics: Statistics
 
 
 def flash_backward(
@@ -201,7 +206,7 @@ def flash_backward(
     made = _run_adding(launch, operands, sums)
     dq = _finished_dq(launch, made["dq"], q, extras, dq_factor) if make_dq else None
     dbias = _ordered_dbias(launch, made["dbias"], extras.bias) if make_dbias else None
-    return Gradients(dq, made["dk"], made["dv"], dbias, statistics.total_neg_delta())
+    return Gradients(dq, made["dk"], made["dv"], dbias, statistics)
 
 
 def _peers(launch: Launch, extras: Extras) -> int:

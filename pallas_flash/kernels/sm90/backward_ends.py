@@ -66,6 +66,7 @@ class Statistics(NamedTuple):
         """neg_delta, of its parts if need be."""
         if self.neg_delta is not None:
             return self.neg_delta
+        assert self.parts is not None
         return query_parts.total(self.parts, query_parts.DELTA)
 
 

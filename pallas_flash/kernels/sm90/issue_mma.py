@@ -94,7 +94,7 @@ def add_rows(given, a, b, first: int):
       first: static.
     """
     n, dtype = b.shape[1], jnp.dtype(a.dtype).name
-    out = plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=ACC_LAYOUT)
+    out = plgpu.ShapeDtypeStruct((64, n), jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
     tiled = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
     eight_rows = n // 64 * ATOM_BYTES
     starts = [row // 8 * eight_rows for row in range(first, first + a.shape[1], STEP)]

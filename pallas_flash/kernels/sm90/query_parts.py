@@ -66,7 +66,7 @@ def in_every_row(parts, first: int, onto=None):
       onto: a tile that it is added to.
     """
     queries = parts.shape[0]
-    out = plgpu.ShapeDtypeStruct((64, queries), jnp.float32, layout=ACC_LAYOUT)
+    out = plgpu.ShapeDtypeStruct((64, queries), jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
 
     def product(_, parts, onto=None):
         # Eight rows of 16 bytes follow eight rows. Columns 8 to 15 are the same bytes again, which

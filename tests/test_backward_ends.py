@@ -175,9 +175,11 @@ def _check_statistics(case: Case, variant: Variant, interpret: bool) -> None:
         made = jax.jit(run)(given.out, given.dout, given.lse, dlse, given.scale)
         made = jax.tree.map(np.asarray, made)
     names = launch.statistics
-    assert {n for n in backward_ends.Statistics._fields[:3] if getattr(made, n) is not None} == {
-        *names
-    }
+    made_names = [n for n in ("parts", "neg_lse", "neg_delta") if getattr(made, n) is not None]
+    assert made_names == [*names]
+    told = launch.config.statistics(soft_cap=variant.soft_cap, dropout=variant.dropout_rate > 0)
+    rows = case.batch * case.num_heads * case.tiles * case.block_q
+    assert {n: getattr(made, n).nbytes // rows for n in names} == told
     wanted = dict(zip(("neg_lse", "neg_delta"), _wanted(case, variant, given), strict=True))
     for name in {*names} - {"parts"}:
         got = getattr(made, name)

@@ -1,6 +1,7 @@
 """The fused backward in Pallas' interpret mode, against float64 gradients written out in NumPy."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -222,20 +223,18 @@ def _run(case: Case, arrays: Arrays):
     for row, length in zip(dlse, case.query_lengths or (), strict=bool(case.query_lengths)):
         row[:, length:] = np.nan
 
-    @jax.jit  # one program: what runs around the kernels is not compiled operation by operation
-    def run(*arguments, extras):
-        return backward.flash_backward(
-            *arguments,
-            extras=extras,
-            mask=case.mask,
-            q_len=case.q_len,
-            kv_len=case.kv_len,
-            dropout_rate=case.dropout_rate,
-            config=case.config,
-            make_dq=case.make_dq,
-            kv_parts=case.kv_parts,
-            interpret=True,
-        )
+    # One program: what runs around the kernel is not compiled operation by operation.
+    static = dict(
+        mask=case.mask,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        dropout_rate=case.dropout_rate,
+        config=case.config,
+        make_dq=case.make_dq,
+        kv_parts=case.kv_parts,
+        interpret=True,
+    )
+    run = jax.jit(functools.partial(backward.flash_backward, **static))
 
     with races_raise():
         made = run(

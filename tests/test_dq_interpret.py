@@ -1,6 +1,7 @@
 """The dq kernel of the deterministic backward in interpret mode, against float64 gradients."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -54,17 +55,15 @@ def _run(case: fused.Case, arrays: fused.Arrays, window=None, **options) -> np.n
     f32 = lambda x: np.asarray(x, np.float32)
     i32 = lambda x: None if x is None else np.asarray(x, np.int32)
 
-    @jax.jit
-    def run(*arguments, extras):
-        return backward_dq.flash_backward_dq(
-            *arguments,
-            extras=extras,
-            q_len=case.q_len,
-            kv_len=case.kv_len,
-            config=case.config,
-            interpret=True,
-            **dict(mask=case.mask) | options,
-        )
+    # One program: what runs around the kernel is not compiled operation by operation.
+    static = dict(
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        config=case.config,
+        interpret=True,
+        **dict(mask=case.mask) | options,
+    )
+    run = jax.jit(functools.partial(backward_dq.flash_backward_dq, **static))
 
     with races_raise():
         dq = run(

@@ -1,6 +1,7 @@
 """The forward kernel in interpret mode: numerics against float64, races, garbage behind lengths."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -101,18 +102,16 @@ def run(case: Case, config: ForwardConfig, num_sms: int = 2):
     expected_out, expected_lse = reference(case, q, k, v, scale)
     int32 = lambda x: None if x is None else np.asarray(x, np.int32)
 
-    @jax.jit  # one program: what runs around the kernel is not compiled operation by operation
-    def attend(*arguments, extras):
-        return forward.flash_forward(
-            *arguments,
-            extras=extras,
-            mask=case.mask,
-            q_len=case.q_len,
-            kv_len=case.kv_len,
-            config=config,
-            num_sms=num_sms,
-            interpret=True,
-        )
+    # One program: what runs around the kernel is not compiled operation by operation.
+    static = dict(
+        mask=case.mask,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        config=config,
+        num_sms=num_sms,
+        interpret=True,
+    )
+    attend = jax.jit(functools.partial(forward.flash_forward, **static))
 
     with races_raise():
         out, lse = attend(

@@ -202,7 +202,7 @@ def flash_backward(
         )
     sums = {} if statistics.dq is None else dict(dq=statistics.dq)
     if make_dbias and not (launch.peers and launch.visits_all):
-        sums["dbias"] = _zero_dbias(launch, extras.bias, after=[*of_queries.values()][0])
+        sums["dbias"] = _zero_dbias(launch, extras.bias, after=next(iter(of_queries.values())))
     made = _run_adding(launch, operands, sums)
     dq = _finished_dq(launch, made["dq"], q, extras, dq_factor) if make_dq else None
     dbias = _ordered_dbias(launch, made["dbias"], extras.bias) if make_dbias else None

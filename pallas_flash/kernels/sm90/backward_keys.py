@@ -275,9 +275,10 @@ def _probs(c: _Consumer, products, slot, place: logits.Place, *, masked: bool, i
 
 
 def _columns_at_a_time(launch: Launch) -> int:
-    """Queries whose weights are made together. Bits of a mask come in words of 32.
+    """Queries whose weights are made together.
 
-    With dropout or a bias there are no registers for more than one product of dv in flight.
+    With dropout or a bias there are no registers for more than one product of dv in flight, and
+    `wgmma_rows` wants lines of 128 bytes. Bits of a mask come in words of 32.
     """
     block_q = launch.config.block_q
     has_room = "soft_cap" in launch.terms and not (launch.dropout_rate or "bias" in launch.terms)

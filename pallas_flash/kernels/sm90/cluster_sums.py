@@ -10,7 +10,6 @@ Each block sums a part of the rows: the others send it theirs.
 GPU only: interpret mode has no way to a neighbour's shared memory.
 """
 
-import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,10 +21,13 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from pallas_flash.kernels.sm90.registers import (
     SCALAR_LAYOUT,
     added,
+    floats_of,
     i32_const,
     inline_mgpu,
+    load_matrices,
     low,
     opaque,
+    shared_address,
     shifted,
     thread_in_warpgroup,
     times,
@@ -108,7 +110,7 @@ def send_parts(box: Mailbox, tile, *, rank, peers: int) -> None:
         rank = rank.registers.flat[0]
         with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)):
             _barrier(arrived).arrive_expect_tx(part * (peers - 1))
-            source, target, signal = (_address(x) for x in (tile, parts, arrived))
+            source, target, signal = (shared_address(x) for x in (tile, parts, arrived))
             for ahead in range(1, peers):
                 to = low(added(rank, i32_const(ahead)), peers)
                 place = added(target, i32_const((peers - 1 - ahead) * part))
@@ -174,9 +176,9 @@ def store_sum(tile, others, out, where, *, rank, peers: int, factor: float) -> N
         my_key, my_query = _in_octets(turns, octets)
         my_query = added(my_query, shifted(lane, 2))
 
-        bases = [added(_address(tile), times(rank, keys * queries * 2))]
+        bases = [added(shared_address(tile), times(rank, keys * queries * 2))]
         for other in range(peers - 1):
-            bases.append(added(_address(others), i32_const(other * keys * queries * 2)))
+            bases.append(added(shared_address(others), i32_const(other * keys * queries * 2)))
         for first in range(0, reads, _WARPS):
             unit = added(warp, i32_const(first))
             key0 = times(low(unit, keys // down), down)
@@ -220,12 +222,12 @@ def _turned_back(words, turns):
 def _sum_of(addresses, factor: float, stored):
     """factor * the sum of what ldmatrix reads at these addresses: four pairs of 16 bits."""
     first, *rest = addresses
-    words = _load_transposed(first)
+    words = load_matrices(first, transposed=True)
     if not rest and factor == 1.0:
         return words
-    sums = _floats(words, stored)
+    sums = floats_of(words, stored)
     for address in rest:  # one after the other, in few registers
-        read = _floats(_load_transposed(address), stored)
+        read = floats_of(load_matrices(address, transposed=True), stored)
         sums = [arith.addf(*pair) for pair in zip(sums, read, strict=True)]
     if factor != 1.0:
         f32 = ir.F32Type.get()
@@ -237,23 +239,6 @@ def _sum_of(addresses, factor: float, stored):
     return [llvm.bitcast(i32, x) for x in pairs]
 
 
-def _floats(words, stored):
-    pair = ir.VectorType.get((2,), stored)
-    halves = [llvm.bitcast(pair, word) for word in words]
-    return [
-        arith.extf(ir.F32Type.get(), vector.extract(half, [], [i]))
-        for half, i in itertools.product(halves, range(2))
-    ]
-
-
-def _load_transposed(address):
-    i32 = ir.IntegerType.get_signless(32)
-    four = llvm.StructType.get_literal([i32] * 4)
-    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-    loaded = llvm.inline_asm(four, [address], text, "=r,=r,=r,=r,r", has_side_effects=True)
-    return [llvm.extractvalue(i32, loaded, [i]) for i in range(4)]
-
-
 def _store_words(out, row, col, columns: int, words, stored) -> None:
     """Eight neighbours of out[row, col], which the shapes keep at multiples of 16 bytes."""
     i64 = ir.IntegerType.get_signless(64)
@@ -261,10 +246,6 @@ def _store_words(out, row, col, columns: int, words, stored) -> None:
     first = arith.addi(first, arith.extsi(i64, col))
     pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(out), [first], stored)
     void_asm([pointer, *words], "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r")
-
-
-def _address(ref):
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
 
 
 def _offset(key, query, lines: int):

@@ -12,7 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_flash.kernels.sm90.registers import ACC_LAYOUT, accumulator, inline_mgpu, values_of
+from pallas_flash.kernels.sm90.registers import (
+    ACC_LAYOUT,
+    accumulator,
+    inline_mgpu,
+    shared_address,
+    values_of,
+)
 
 STEP = 16  # numbers of 16 bits that one wgmma sums over
 ATOM_BYTES = 8 * 128  # 8 rows of 128 bytes: what the widest swizzle permutes
@@ -78,8 +84,8 @@ def descriptor(ref, *, leading: int, stride: int, swizzle: int = 0, offset: int 
     """
     i64 = ir.IntegerType.get_signless(64)
     const = lambda value: mgpu.utils.c(value, i64)
-    address = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
-    pieces = arith.shrui(arith.andi(arith.extui(i64, address), const(0x3FFFF)), const(4))
+    address = arith.extui(i64, shared_address(ref))
+    pieces = arith.shrui(arith.andi(address, const(0x3FFFF)), const(4))
     layout = (leading >> 4 << 16) | (stride >> 4 << 32) | ({0: 0, 128: 1}[swizzle] << 62)
     return arith.addi(arith.ori(pieces, const(layout)), const(offset >> 4))
 

@@ -24,10 +24,13 @@ from pallas_flash.kernels.sm90.registers import (
     added,
     element,
     first_element,
+    floats_of,
     i32_const,
     inline_mgpu,
+    load_matrices,
     low,
     opaque,
+    shared_address,
     shifted,
     thread_in_warpgroup,
     times,
@@ -42,38 +45,24 @@ def _load_matrices(ref, lines: int, first_row, shape: tuple[int, int], q_axis: i
     A matrix is 8 x 8. Four come at once: the upper and the lower 8 of this warp's 16 rows, in two
     neighbouring groups of 8 columns; each lane names a row of one of them. lines: side by side.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
+    base = shared_address(ref)
     stored = ir.MemRefType(ref.type).element_type
     thread = thread_in_warpgroup()
     is_lower, is_right = (low(shifted(thread, bit), 2) for bit in (3, 4))
     across = added(first_row, times(shifted(thread, 5), 16), times(is_lower, 8))
     along, within = times(is_right, 8), low(thread, 8)
-    row, col, trans = across, along, ""
-    if q_axis == 1:
-        row, col, trans = along, across, ".trans"
+    row, col = (across, along) if q_axis == 0 else (along, across)
     line = times(added(times(shifted(row, 3), lines), shifted(col, 6)), _LINE_BYTES)
     piece = arith.xori(low(shifted(col, 3), 8), within)
     at = opaque(added(base, line, times(within, 128), times(piece, 16)))
-    four, values = llvm.StructType.get_literal([i32] * 4), []
+    values = []
     for group in range(0, shape[1] // 8, 2):
         if q_axis == 1:
             address = arith.addi(at, i32_const(group * lines * _LINE_BYTES))
         else:
             address = arith.xori(at, i32_const(group % 8 * 16))
             address = arith.addi(address, i32_const(group // 8 * _LINE_BYTES))
-        found = llvm.inline_asm(
-            four,
-            [address],
-            f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
-            "=r,=r,=r,=r,r",
-            has_side_effects=True,
-        )
-        for k in range(4):
-            pair = ir.VectorType.get((2,), stored)
-            pair = llvm.bitcast(pair, llvm.extractvalue(i32, found, [k]))
-            halves = (vector.extract(pair, [], [j]) for j in range(2))
-            values += [arith.extf(ir.F32Type.get(), half) for half in halves]
+        values += floats_of(load_matrices(address, transposed=q_axis == 1), stored)
     return values
 
 

@@ -30,6 +30,7 @@ from pallas_flash.kernels.sm90.registers import (
     i32_const,
     inline_mgpu,
     thread_in_warpgroup,
+    values_of,
     void_asm,
 )
 
@@ -169,9 +170,7 @@ class GpuOps:
 
         @inline_mgpu(arg_types=(ACC_LAYOUT,), return_type=out)
         def invert(_, x):
-            x = x.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
-            values = (vector.extract(register, [], [0]) for register in x.registers.flat)
-            values = [nvvm.rcp_approx_ftz_f(value) for value in values]
+            values = [nvvm.rcp_approx_ftz_f(value) for value in values_of(x)]
             return accumulator(values, tile.shape, is_signed=None)
 
         return invert(tile)
@@ -183,10 +182,9 @@ class GpuOps:
 
         @inline_mgpu(arg_types=(ACC_LAYOUT, SCALAR_LAYOUT), return_type=answer)
         def vote(_, x, limit):
-            x = x.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
             most = None
-            for register in x.registers.flat:
-                size = mlir_math.absf(vector.extract(register, [], [0]))
+            for value in values_of(x):
+                size = mlir_math.absf(value)
                 most = size if most is None else arith.maximumf(most, size)
             within = arith.cmpf(arith.CmpFPredicate.OLE, most, limit.registers.flat[0])
             vote_all = nvvm.vote_sync(i32_const(-1), within, "all")
@@ -270,8 +268,7 @@ class GpuOps:
         @inline_mgpu(arg_types=(ACC_LAYOUT, plgpu.RefType(), SCALAR_LAYOUT))
         def red_add(_, acc, out, where):
             where = where.registers.flat[0]
-            acc = acc.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
-            values = [llvm.extractelement(v, i32_const(0)) for v in acc.registers.flat]
+            values = values_of(acc)
             f32 = ir.F32Type.get()
             offset = arith.muli(thread_in_warpgroup(), i32_const(4))
             base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(out), [offset], f32)

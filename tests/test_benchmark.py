@@ -96,6 +96,13 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("| shape |")
 
 
+@pytest.mark.parametrize(
+    ("only", "wanted"), [("", "ab abc c"), ("ab", "ab"), ("b", "ab abc"), ("ab,c", "ab c")]
+)
+def test_only_takes_names_and_parts_of_them(only, wanted):
+    assert benchmark._chosen(["ab", "abc", "c"], only) == {*wanted.split()}
+
+
 def test_names_are_unique_and_floors_known():
     assert len({shape.name for shape in GPU_SHAPES}) == len(GPU_SHAPES)
     assert all(shape.floor_ms("bfloat16", backward=False) > 0 for shape in GPU_SHAPES)

@@ -117,6 +117,20 @@ def test_hard_data(kind, head_dim):
             assert_close(a, b, p, "float32" if p is None else "bfloat16", name, floor=LSE_FLOOR)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_hidden_nan_stays_hidden_under_a_soft_cap(head_dim):
+    """Logits too large for the polynomial: two keys share a reciprocal where both are seen."""
+    q, k, v, _ = _qkv((1, 512, 4, head_dim), kv_heads=2, seed=4)
+    call = lambda k: dot_product_attention(
+        q * 30, k, v, is_causal=True, logits_soft_cap=20.0, implementation="mosaic_gpu"
+    )
+    clean = call(k)
+    for key in (101, 300):
+        got = call(k.at[:, key].set(jnp.nan))
+        np.testing.assert_array_equal(_bits(got[:, :key]), _bits(clean[:, :key]))
+        assert np.isnan(np.asarray(got[:, key:], np.float32)).all()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_outlier_feature(dtype):
     """Two flash implementations round `out` before they compare it with dP; plain attention does

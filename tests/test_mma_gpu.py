@@ -384,14 +384,27 @@ def test_all_within_asks_each_warp():
     np.testing.assert_array_equal(_accumulator_kernel(body, (64, 8), tile), wanted)
 
 
+def _reciprocals(tile, **options):
+    def body(tile_ref, out_ref):
+        values = plgpu.load(tile_ref, layout=registers.ACC_LAYOUT, optimized=False)
+        out_ref[...] = op.reciprocal(values, **options)
+
+    return np.asarray(_accumulator_kernel(body, tile.shape, tile))
+
+
 def test_reciprocal():
     """Of infinity 0, as a tanh wants it."""
     tile = jnp.exp2(jnp.linspace(0.0, 127.0, 64 * 64).reshape(64, 64)).at[3, 5].set(jnp.inf)
-
-    def body(tile_ref, out_ref):
-        values = plgpu.load(tile_ref, layout=registers.ACC_LAYOUT, optimized=False)
-        out_ref[...] = op.reciprocal(values)
-
-    got = _accumulator_kernel(body, (64, 64), tile)
     tiny = float(jnp.finfo(jnp.float32).tiny)  # below it the instruction gives 0
-    np.testing.assert_allclose(got, 1 / np.asarray(tile), rtol=3e-7, atol=tiny)
+    np.testing.assert_allclose(_reciprocals(tile), 1 / np.asarray(tile), rtol=3e-7, atol=tiny)
+
+
+@pytest.mark.parametrize("pair_axis", [0, 1])
+def test_reciprocals_of_pairs(pair_axis):
+    """Infinity is 2^60, whatever its neighbour is; NaN reaches one neighbour, along the axis."""
+    tile = jnp.exp2(jax.random.uniform(jax.random.key(0), (64, 64)) * 127).at[3, 5].set(jnp.inf)
+    got = _reciprocals(tile, pair_axis=pair_axis)
+    np.testing.assert_allclose(got, 1 / np.minimum(tile, 2.0**60), rtol=6e-7)
+    got = _reciprocals(tile.at[17, 6].set(jnp.nan), pair_axis=pair_axis)
+    neighbour = (25, 6) if pair_axis == 0 else (17, 7)
+    assert {tuple(at) for at in np.argwhere(np.isnan(got))} == {(17, 6), neighbour}

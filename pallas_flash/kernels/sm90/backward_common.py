@@ -275,10 +275,20 @@ class Block:
         statistic = per_query(alone.at[slot], rows)
         return statistic if onto is None else statistic + onto
 
-    def exponents(self, products, slot: Int, place, units, *, masked: bool, is_tame, first=0):
+    def neg_lse_apart(self, slot: Int, first: int, place: logits.Place):
+        """-lse of the tile's queries from `first` on, for a tile as `place` has it, after a cap.
+
+        None without one.
+        """
+        if "soft_cap" not in self.launch.terms:
+            return None
+        rows, queries = place.shape
+        return per_query(self.smem.neg_lse.at[slot, pl.ds(first, queries)], rows)
+
+    def exponents(self, products, neg_lse, place, units, *, masked: bool, is_tame):
         """log2 of P from the finished accumulator, and the tanh of a soft cap or None.
 
-        Of the tile's queries from `first` on, as many as `place` says.
+        neg_lse: as `neg_lse_apart` has it.
         """
         bounds, extras = self.walk.bounds, self.gmem.extras
         scores, squashed = logits.finish(
@@ -292,9 +302,8 @@ class Block:
             in_parts=place.shape[1] < self.launch.config.block_q,
         )
         exponents = scores * units.log2
-        if squashed is not None:
-            rows, queries = place.shape
-            exponents += per_query(self.smem.neg_lse.at[slot, pl.ds(first, queries)], rows)
+        if neg_lse is not None:
+            exponents += neg_lse
         # Rounding at large biases: a weight is at most 1.
         at_most_0 = lambda: jnp.minimum(exponents, 0.0)
         return tile_math.if_any(is_tame, lambda: exponents, at_most_0), squashed

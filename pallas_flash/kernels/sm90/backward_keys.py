@@ -225,8 +225,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     keys = common.unhoisted(c.wg, ROWS, i)
     op.wgmma(acc.s, smem.k.at[keys], common.transposed(q))  # S^T - lse / scale
     op.wgmma(acc.dp, smem.v.at[keys], common.transposed(dout))  # dP^T - delta
-    products = op.load(acc.s, 1)
-    p, products_of_dv = _probs(c, products, slot, place, masked=masked, is_tame=is_tame)
+    p, products_of_dv = _probs(c, slot, place, masked=masked, is_tame=is_tame)
     dp = op.load(acc.dp, products_of_dv)
     dlogits = c.block.dlogits(p, dp, slot, has_hidden=c.block.hides(masked, is_tame))
     c.block.add_dbias(dlogits, place, c.block.walk.ki, c.wg)
@@ -244,30 +243,38 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     return i + 1, c.block.dq_row(head, qi), _next_turn(launch, turn)
 
 
-def _probs(c: _Consumer, products, slot, place: logits.Place, *, masked: bool, is_tame):
+def _probs(c: _Consumer, slot, place: logits.Place, *, masked: bool, is_tame):
     """P [64 keys, block_q], with a cap times its slope, and how many products of dv it issued.
 
     They are issued before dP is awaited: work for the tensor cores during dS. The tanh of a cap
     makes P come late, so there a part of dv begins as soon as it has its columns of P.
     """
     op, launch, dout = c.block.launch.op, c.block.launch, c.block.smem.dout.at[slot]
-    width = _columns_at_a_time(launch)
+    block_q, width = launch.config.block_q, _columns_at_a_time(launch)
+    part_at = lambda first: place._replace(q0=place.q0 + first, shape=(ROWS, width))
+    load_lse = lambda first: c.block.neg_lse_apart(slot, first, part_at(first))
     parts = []
-    for first in range(0, launch.config.block_q, width):
-        some = place._replace(q0=place.q0 + first, shape=(ROWS, width))
+    looks_ahead = width < block_q  # behind exponentials in the queue a load takes 90 cycles
+    lse_ahead = load_lse(0) if looks_ahead else None
+    products = op.load(c.acc.s, 1)
+    for first in range(0, block_q, width):
+        some, neg_lse = part_at(first), lse_ahead
+        if not looks_ahead:
+            neg_lse = load_lse(first)
+        elif first + width < block_q:
+            lse_ahead = load_lse(first + width)
         exponents, squashed = c.block.exponents(
             products[:, first : first + width],
-            slot,
+            neg_lse,
             some,
             c.units,
             masked=masked,
             is_tame=is_tame,
-            first=first,
         )
         p = c.block.signed_by_dropout(jnp.exp2(exponents), some)
         p_kept = c.block.kept(p).astype(launch.dtype)
         parts.append(tile_math.sloped(p, squashed))
-        if width == launch.config.block_q:
+        if width == block_q:
             op.wgmma(c.acc.dv, p_kept, dout)
         else:
             op.wgmma_rows(c.acc.dv, p_kept, dout, first)

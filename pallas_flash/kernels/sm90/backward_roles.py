@@ -178,8 +178,9 @@ def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
     is_tame = c.block.start_scores(c.acc.x, slot, place, c.units)
     keys = smem.k.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, keys, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
+    products, neg_lse = op.load(c.acc.x), c.block.neg_lse_apart(slot, 0, place)
     exponents, _ = c.block.exponents(
-        op.load(c.acc.x), slot, place, c.units, masked=masked, is_tame=is_tame
+        products, neg_lse, place, c.units, masked=masked, is_tame=is_tame
     )
     p = c.block.signed_by_dropout(jnp.exp2(exponents), place)
     p = p.astype(c.block.launch.dtype)

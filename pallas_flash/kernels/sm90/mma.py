@@ -164,13 +164,31 @@ class GpuOps:
         return vote(a, b)
 
     @staticmethod
-    def reciprocal(tile):
-        """1 / x of an accumulator, to an ulp: one instruction, of which a division takes five."""
+    def reciprocal(tile, *, pair_axis: int | None = None):
+        """1 / x of an accumulator, to an ulp: one instruction, of which a division takes five.
+
+        pair_axis: two of a thread's elements along this axis share it, as the GPU makes few of
+        them in the time of a product: 1 / x = y / (x y). Then x is at least 1, counts as 2^60 at
+        the most (x y must be a float32), and NaN makes both NaN.
+        """
         out = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=ACC_LAYOUT)
+
+        def shared(x, y):
+            most = arith.constant(x.type, ir.FloatAttr.get(x.type, 2.0**60))
+            x, y = (arith.minimumf(value, most) for value in (x, y))
+            both = nvvm.rcp_approx_ftz_f(arith.mulf(x, y))
+            return arith.mulf(both, y), arith.mulf(both, x)
 
         @inline_mgpu(arg_types=(ACC_LAYOUT,), return_type=out)
         def invert(_, x):
-            values = [nvvm.rcp_approx_ftz_f(value) for value in values_of(x)]
+            values = values_of(x)
+            if pair_axis is None:
+                values = [nvvm.rcp_approx_ftz_f(value) for value in values]
+            else:
+                apart = (2, 1)[pair_axis]  # rows, columns: see `registers.element`
+                for i in range(len(values)):
+                    if i & apart == 0:
+                        values[i], values[i + apart] = shared(values[i], values[i + apart])
             return accumulator(values, tile.shape, is_signed=None)
 
         return invert(tile)

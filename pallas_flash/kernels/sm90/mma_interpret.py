@@ -89,7 +89,8 @@ class InterpretOps:
         return jnp.any(a > b)
 
     @staticmethod
-    def reciprocal(tile):
+    def reciprocal(tile, *, pair_axis: int | None = None):
+        del pair_axis
         return 1.0 / tile
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The README is true: its Python runs, its commands name what exists, its file map is complete."""
 
 import json
+import math
 import re
 import shlex
 import tomllib
@@ -48,13 +49,32 @@ def test_file_map_is_complete():
         assert (ROOT / name).exists(), f"the file map names {name}, which does not exist"
 
 
-FIGURES = ["", "_more", "_variants", "_decode", "_decode_more", "_deterministic"]
+FIGURES = ["", "_more", "_variants", "_sustained", "_decode", "_deterministic"]
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_table_is_that_of_the_figures(name):
     told = json.loads((ROOT / "benchmarks" / f"h200{name}.json").read_text())
     assert benchmark.markdown_table(told) in README
+
+
+@pytest.mark.parametrize("name", ["", "_again"])
+def test_means_and_least_ratios_are_those_of_the_figures(name):
+    """Of D 64, 128 and 256 at four lengths, full and causal."""
+    told = json.loads((ROOT / "benchmarks" / f"h200{name}.json").read_text())
+    is_grid = re.compile(r"d\d+-t(512|2048|8192|16384)-(full|causal)").fullmatch
+    told["rows"] = [row for row in told["rows"] if is_grid(row["name"])]
+    means = benchmark.geometric_means(told)
+    assert len(told["rows"]) == 24
+    readme = re.sub(r"\s+", " ", README)
+    assert f"{means['forward']:.2f} forward, {means['backward']:.2f} backward" in readme
+    if name:
+        ratios = [
+            benchmark._best_peer(row, way) / row["results"]["pallas_flash"][way]
+            for row in told["rows"]
+            for way in ("forward_ms", "backward_ms")
+        ]
+        assert f"none a ratio below {math.floor(min(ratios) * 100) / 100:.2f}" in readme
 
 
 def test_table_of_plain_attention_is_that_of_the_figures():

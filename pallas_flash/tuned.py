@@ -96,7 +96,7 @@ _ROLES = BackwardConfig(split="roles", block_kv=64)
 _BACKWARD = {
     (64, 64): (  # 619 full, 582 causal
         Tuned(_KEYS_64, spill_bytes=8),
-        # 28 causal, 20 with lengths. 56 with a soft cap, 52 with lengths where 4 heads share keys.
+        # 28 causal, 20 with lengths. 48 with a soft cap, 52 with lengths where 4 heads share keys.
         # 120 with dropout: at 112 the backward kernel took 4.91 ms (32 heads, causal, B 2, T 8192).
         # 376 where the gradient of a bias is summed over a cluster: consumers have 232 registers
         # for it. With 240, in a launch that is no cluster, 264: full, B 1, T 4096 take 2.32 ms,
@@ -105,8 +105,8 @@ _BACKWARD = {
     ),
     (128, 128): (  # 682 full, 648 causal
         Tuned(_KEYS_128),
-        # 28 with lengths where 4 heads share keys and with a bias in a cluster; 12 with a soft cap
-        # and with dropout, 8 with a window
+        # 28 with lengths where 4 heads share keys and with a bias in a cluster, 12 with dropout; by
+        # JAX 0.11 8 with a window and with a soft cap
         Tuned(_KEYS_128, term_spill_bytes=28),
     ),
     (256, 256): (Tuned(_ROLES),) * 2,  # 495 full, 493 causal

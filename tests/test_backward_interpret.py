@@ -1,7 +1,6 @@
 """The fused backward in Pallas' interpret mode, against float64 gradients written out in NumPy."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from pallas_flash import dropout, masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward, backward_common, backward_keys, backward_roles
 from pallas_flash.kernels.sm90.call import Extras
+from tests.interpreted import int32, interpreted
 from tests.races import MISSING_WAIT, races_raise
 from tests.spoiled import spoiled
 
@@ -218,13 +218,12 @@ def _arrays(case: Case) -> Arrays:
 def _run(case: Case, arrays: Arrays):
     """dq, dk, dv as NumPy float64, without padding."""
     f32 = lambda x: np.asarray(x, np.float32)
-    i32 = lambda x: None if x is None else np.asarray(x, np.int32)
     dlse = arrays.dlse.copy()
     for row, length in zip(dlse, case.query_lengths or (), strict=bool(case.query_lengths)):
         row[:, length:] = np.nan
 
-    # One program: what runs around the kernel is not compiled operation by operation.
-    static = dict(
+    run = interpreted(
+        backward.flash_backward,
         mask=case.mask,
         q_len=case.q_len,
         kv_len=case.kv_len,
@@ -232,9 +231,7 @@ def _run(case: Case, arrays: Arrays):
         config=case.config,
         make_dq=case.make_dq,
         kv_parts=case.kv_parts,
-        interpret=True,
     )
-    run = jax.jit(functools.partial(backward.flash_backward, **static))
 
     with races_raise():
         made = run(
@@ -247,10 +244,10 @@ def _run(case: Case, arrays: Arrays):
             f32(dlse),
             f32(arrays.scale),
             extras=Extras(
-                query_lengths=i32(case.query_lengths),
-                kv_lengths=i32(case.kv_lengths),
-                query_segments=i32(case.segment_ids(case.q_len)),
-                kv_segments=i32(case.segment_ids(case.kv_len)),
+                query_lengths=int32(case.query_lengths),
+                kv_lengths=int32(case.kv_lengths),
+                query_segments=int32(case.segment_ids(case.q_len)),
+                kv_segments=int32(case.segment_ids(case.kv_len)),
                 dropout_rows=case.dropout_rows(),
             ),
         )

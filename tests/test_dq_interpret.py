@@ -1,10 +1,8 @@
 """The dq kernel of the deterministic backward in interpret mode, against float64 gradients."""
 
 import dataclasses
-import functools
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from pallas_flash.config import DqConfig
 from pallas_flash.kernels.sm90 import backward_dq
 from pallas_flash.kernels.sm90.call import Extras
 from tests import test_backward_interpret as fused
+from tests.interpreted import int32, interpreted
 from tests.races import races_raise
 from tests.spoiled import spoiled
 
@@ -53,17 +52,14 @@ CASES = {
 def _run(case: fused.Case, arrays: fused.Arrays, window=None, **options) -> np.ndarray:
     """dq as the kernel gives it, without padding; NaN and Inf behind every length."""
     f32 = lambda x: np.asarray(x, np.float32)
-    i32 = lambda x: None if x is None else np.asarray(x, np.int32)
 
-    # One program: what runs around the kernel is not compiled operation by operation.
-    static = dict(
+    run = interpreted(
+        backward_dq.flash_backward_dq,
         q_len=case.q_len,
         kv_len=case.kv_len,
         config=case.config,
-        interpret=True,
         **dict(mask=case.mask) | options,
     )
-    run = jax.jit(functools.partial(backward_dq.flash_backward_dq, **static))
 
     with races_raise():
         dq = run(
@@ -75,8 +71,8 @@ def _run(case: fused.Case, arrays: fused.Arrays, window=None, **options) -> np.n
             _neg_delta(arrays),
             f32(arrays.scale),
             extras=Extras(
-                query_lengths=i32(case.query_lengths),
-                kv_lengths=i32(case.kv_lengths),
+                query_lengths=int32(case.query_lengths),
+                kv_lengths=int32(case.kv_lengths),
                 window=window,
             ),
         )

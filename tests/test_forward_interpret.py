@@ -1,7 +1,6 @@
 """The forward kernel in interpret mode: numerics against float64, races, garbage behind lengths."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from pallas_flash.config import ForwardConfig
 from pallas_flash.kernels.sm90 import forward, mma, tiles
 from pallas_flash.kernels.sm90.call import Extras
 from pallas_flash.kernels.sm90.forward_common import Plan
+from tests.interpreted import int32, interpreted
 from tests.races import MISSING_WAIT, races_raise
 from tests.spoiled import spoiled
 
@@ -100,18 +100,15 @@ def run(case: Case, config: ForwardConfig, num_sms: int = 2):
     """Kernel and reference; checks that nothing is NaN before anything is compared."""
     q, k, v, scale = make_inputs(case)
     expected_out, expected_lse = reference(case, q, k, v, scale)
-    int32 = lambda x: None if x is None else np.asarray(x, np.int32)
 
-    # One program: what runs around the kernel is not compiled operation by operation.
-    static = dict(
+    attend = interpreted(
+        forward.flash_forward,
         mask=case.mask,
         q_len=case.q_len,
         kv_len=case.kv_len,
         config=config,
         num_sms=num_sms,
-        interpret=True,
     )
-    attend = jax.jit(functools.partial(forward.flash_forward, **static))
 
     with races_raise():
         out, lse = attend(

@@ -145,7 +145,7 @@ def _ways_to_squash(call: Call, q_axis: int, *, masked: bool, in_parts: bool) ->
 
     The backward has no registers for both sides of a branch. There the reciprocal gains 1.6 % in
     parts of a tile and loses 1.2 % with whole ones (head_dim 128). Shared by two it gains 15 % of
-    a forward with large logits and 9 % of the backward at head_dim 64; at 128, where the products
+    a forward with large logits and 8 % of the backward at head_dim 64; at 128, where the products
     leave more time, the backward loses 1 %. Two keys of a query share, and only where it sees both:
     a hidden key that is NaN must not reach another.
     """

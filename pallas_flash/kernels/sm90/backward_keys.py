@@ -254,7 +254,9 @@ def _probs(c: _Consumer, slot, place: logits.Place, *, masked: bool, is_tame):
     part_at = lambda first: place._replace(q0=place.q0 + first, shape=(ROWS, width))
     load_lse = lambda first: c.block.neg_lse_apart(slot, first, part_at(first))
     parts = []
-    looks_ahead = width < block_q  # behind exponentials in the queue a load takes 90 cycles
+    # Behind exponentials in the queue a load takes 90 cycles. For a whole tile ahead there are no
+    # registers: 240 bytes of spills for 148, with dropout.
+    looks_ahead = width < block_q
     lse_ahead = load_lse(0) if looks_ahead else None
     products = op.load(c.acc.s, 1)
     for first in range(0, block_q, width):

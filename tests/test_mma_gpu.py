@@ -243,6 +243,40 @@ def test_statistic_in_every_row(queries, first, has_start):
     np.testing.assert_allclose(got, np.broadcast_to(wanted, (64, queries)), rtol=3e-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("n", [64, 128])
+@pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
+def test_rows_times_rows_from_zero(width, n):
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal((m, width)), jnp.bfloat16) for m in (128, n))
+
+    def body(a_ref, b_ref, out_ref, a_smem, b_smem, ready):
+        plgpu.copy_gmem_to_smem(a_ref, a_smem, ready)
+        plgpu.copy_gmem_to_smem(b_ref, b_smem, ready)
+        plgpu.barrier_wait(ready)
+
+        def scoped(acc):
+            op.set(acc, plgpu.layout_cast(jnp.ones((64, n), jnp.float32), registers.ACC_LAYOUT))
+            op.wgmma_from_zero(acc, a_smem.at[pl.ds(64, 64)], b_smem)
+            return op.load(acc)
+
+        out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=(64, n))
+
+    got = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, n), jnp.float32),
+        scratch_types=[
+            tiled_smem((128, width), jnp.bfloat16),
+            tiled_smem((n, width), jnp.bfloat16),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(a, b)
+    wanted = np.asarray(a, np.float64)[64:] @ np.asarray(b, np.float64).T
+    np.testing.assert_allclose(got, wanted, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("width", "first", "n"), [(80, 0, 48), (80, 48, 32), (96, 64, 32), (112, 64, 48), (128, 64, 64)]
 )

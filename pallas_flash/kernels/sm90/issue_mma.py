@@ -4,8 +4,10 @@ What is issued here is not waited for. The result is for `op.set` of an accumula
 read it before a product that was issued later is there.
 """
 
+import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,7 +29,7 @@ _NAMES = {"bfloat16": "bf16", "float16": "f16"}
 
 def issue(
     given: Sequence[ir.Value] | None,
-    a: Sequence[Sequence[ir.Value | str]],
+    a: Sequence[ir.Value | Sequence[ir.Value | str]],
     b: Sequence[ir.Value],
     n: int,
     *,
@@ -39,7 +41,8 @@ def issue(
 
     Args:
       given: values of the accumulator so far; None for zero.
-      a: four words of every step of 16, or names of registers that `ahead` declares.
+      a: of every step of 16 a descriptor (rows lie one after the other), or four words or names
+        of registers that `ahead` declares.
       b: a descriptor of every step.
       n: columns.
       dtype: of a and b.
@@ -50,22 +53,26 @@ def issue(
     operands = [*(given or [])]
     constraints = ["=f"] * count + [str(i) for i in range(len(operands))]
     results = ", ".join(f"${i}" for i in range(count))
+
+    def operand(value: ir.Value, constraint: str) -> str:
+        operands.append(value)
+        constraints.append(constraint)
+        return f"${len(constraints) - 1}"
+
     lines = ["wgmma.fence.sync.aligned;"]
-    for words, descriptor in zip(a, b, strict=True):
-        names = []
-        for word in words:
-            names.append(word if isinstance(word, str) else f"${len(constraints)}")
-            if not isinstance(word, str):
-                operands.append(word)
-                constraints.append("r")
+    for step, (rows, columns) in enumerate(zip(a, b, strict=True)):
+        if isinstance(rows, ir.Value):
+            left, transposed = operand(rows, "l"), f"0, {int(b_transposed)}"
+        else:
+            words = [word if isinstance(word, str) else operand(word, "r") for word in rows]
+            left, transposed = f"{{{', '.join(words)}}}", f"{int(b_transposed)}"
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k{STEP}.f32.{name}.{name} {{{results}}},"
-            f" {{{', '.join(names)}}}, ${len(constraints)}, adds, 1, 1, {int(b_transposed)};"
+            f" {left}, {operand(columns, 'l')}, {'more' if step else 'adds'}, 1, 1, {transposed};"
         )
-        operands.append(descriptor)
-        constraints.append("l")
     lines.append("wgmma.commit_group.sync.aligned;")
-    adds = f".reg .pred adds; setp.ne.b32 adds, {int(given is not None)}, 0;"
+    adds = f".reg .pred adds, more; setp.ne.b32 adds, {int(given is not None)}, 0;"
+    adds += " setp.ne.b32 more, 1, 0;"
     struct = llvm.StructType.get_literal([f32] * count)
     text = f"{{ {ahead} {adds} {' '.join(lines)} }}"
     made = llvm.inline_asm(struct, operands, text, ",".join(constraints), has_side_effects=True)
@@ -79,15 +86,46 @@ def descriptor(ref, *, leading: int, stride: int, swizzle: int = 0, offset: int 
       ref: where the memory begins.
       leading: bytes to the next piece of the operand in its contiguous direction.
       stride: bytes to the next eight rows.
-      swizzle: 0 or 128 bytes.
+      swizzle: 0, 32, 64 or 128 bytes.
       offset: bytes from the beginning of `ref`.
     """
     i64 = ir.IntegerType.get_signless(64)
     const = lambda value: mgpu.utils.c(value, i64)
     address = arith.extui(i64, shared_address(ref))
     pieces = arith.shrui(arith.andi(address, const(0x3FFFF)), const(4))
-    layout = (leading >> 4 << 16) | (stride >> 4 << 32) | ({0: 0, 128: 1}[swizzle] << 62)
+    kind = {0: 0, 128: 1, 64: -2, 32: -1}[swizzle]  # two bits, as a signed number
+    layout = (leading >> 4 << 16) | (stride >> 4 << 32) | (kind << 62)
     return arith.addi(arith.ori(pieces, const(layout)), const(offset >> 4))
+
+
+def rows_times_rows(a, b) -> jax.Array:
+    """a @ b^T, of tiles [64, n] and [m, n] in shared memory as `tiled_smem` has them."""
+    width, n, dtype = math.gcd(a.shape[1], 64), b.shape[0], jnp.dtype(a.dtype).name
+    out = plgpu.ShapeDtypeStruct((64, n), jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
+    tiled = plgpu.RefType((plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
+
+    def product(_, a, b):
+        rows, columns = _steps_of_rows(a), _steps_of_rows(b)
+        values = issue(None, rows, columns, n, dtype=dtype, b_transposed=False)
+        return accumulator(values, (64, n), is_signed=None)
+
+    return inline_mgpu(arg_types=(tiled, tiled), return_type=out)(product)(a, b)
+
+
+def _steps_of_rows(ref) -> list[ir.Value]:
+    """A descriptor of every 16 columns of a tile as `tiled_smem` has it."""
+    _, pieces, eight, width = ir.MemRefType(ref.type).shape
+    piece = eight * 2 * width
+    return [
+        descriptor(
+            ref,
+            leading=0,  # not read: 16 columns lie in one swizzle
+            stride=pieces * piece,
+            swizzle=2 * width,
+            offset=column // width * piece + column % width * 2,
+        )
+        for column in range(0, pieces * width, STEP)
+    ]
 
 
 def add_rows(given, a, b, first: int):

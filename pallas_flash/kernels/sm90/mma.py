@@ -102,6 +102,11 @@ class GpuOps:
         acc[...] = issue_mma.add_rows(GpuOps.load(acc, None), a, b, first)
 
     @staticmethod
+    def wgmma_from_zero(acc, a, b) -> None:
+        """Issues acc = a @ b^T, 64 rows of each tile in shared memory: acc need not be zero."""
+        acc[...] = issue_mma.rows_times_rows(a, b)
+
+    @staticmethod
     def load(acc, in_flight: int | None = 0):
         """Reads acc once at most `in_flight` later wgmma groups run; None does not wait."""
         return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)

@@ -57,6 +57,11 @@ class InterpretOps:
         InterpretOps.wgmma(acc, a, b.at[pl.ds(first, a.shape[1])])
 
     @staticmethod
+    def wgmma_from_zero(acc, a, b) -> None:
+        acc.ref[...] = jnp.zeros(acc.shape, jnp.float32)
+        InterpretOps.wgmma(acc, a, b.transpose((1, 0)))
+
+    @staticmethod
     def in_every_row(parts, first: int, onto=None):
         statistic = query_parts.total(parts[...], first)
         tile = jnp.broadcast_to(statistic, (64, *statistic.shape))

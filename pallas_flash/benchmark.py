@@ -419,6 +419,7 @@ def _run(options: argparse.Namespace) -> dict:
         print(f"matrix product {product:.0f} TFLOP/s, copy {copy:.2f} TB/s", flush=True)
     told["rows"] = rows = []
     measure, rounds = (sustained_times, 1) if options.sustained else (None, ROUNDS)
+    told["rounds"] = rounds
     chosen = _chosen([shape.name for shape in shapes], options.only)
     for shape in shapes:
         if shape.name in chosen:

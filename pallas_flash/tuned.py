@@ -96,7 +96,7 @@ _ROLES = BackwardConfig(split="roles", block_kv=64)
 _BACKWARD = {
     (64, 64): (  # 619 full, 582 causal
         Tuned(_KEYS_64, spill_bytes=8),
-        # 28 causal, 20 with lengths. 48 with a soft cap, 52 with lengths where 4 heads share keys.
+        # 28 causal, 20 with lengths. 32 with a soft cap, 52 with lengths where 4 heads share keys.
         # 120 with dropout: at 112 the backward kernel took 4.91 ms (32 heads, causal, B 2, T 8192).
         # 376 where the gradient of a bias is summed over a cluster: consumers have 232 registers
         # for it. With 240, in a launch that is no cluster, 264: full, B 1, T 4096 take 2.32 ms,

@@ -101,19 +101,20 @@ class Layout:
             return positions
         return parallel.to_zigzag(positions, self.mesh.shape["sequence"], axis=0)
 
-    def params(self, params):
-        """Matrices split over "model" along their last axis that divides, the rest everywhere."""
-        if self.mesh is None:
-            return params
-        return jax.tree.map(self._split_last, params)
+    def shardings(self, params):
+        """Matrices split over "model" along their last axis that divides, the rest everywhere.
 
-    def _split_last(self, x):
+        Of parameters or of an optimizer's state, by their shapes; None on one device.
+        """
+        return None if self.mesh is None else jax.tree.map(self._split_last, params)
+
+    def _split_last(self, x) -> NamedSharding:
         assert self.mesh is not None
         axes: list[str | None] = [None] * x.ndim
         divides = [i for i, n in enumerate(x.shape) if n % self.mesh.shape["model"] == 0]
         if x.ndim > 1 and divides:
             axes[divides[-1]] = "model"
-        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(*axes)))
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def rows(self, window):
         """A batch, split over "data"."""
@@ -203,10 +204,16 @@ def compiled_program(attention_fn: Callable, sizes: Sizes, layout: Layout = ONE_
         return jax.random.categorical(key, logits / 0.8)
 
     zeros = jnp.zeros(sizes.seq, jnp.int32)
+    init = lambda key: whole.init(key, zeros[None], zeros)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    params_lie = layout.shardings(shapes)
+    state_lies = layout.shardings(jax.eval_shape(optimizer.init, shapes))
+    # Left to the compiler, what the first step returns may lie otherwise than what it was given,
+    # and the second would be compiled again.
     return Program(
-        init=jax.jit(lambda key: whole.init(key, zeros[None], zeros)),
-        init_optimizer=jax.jit(optimizer.init),
-        step=jax.jit(step, donate_argnums=(0, 1)),
+        init=jax.jit(init),
+        init_optimizer=jax.jit(optimizer.init, out_shardings=state_lies),
+        step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(params_lie, state_lies, None)),
         loss=jax.jit(loss),
         next_byte=jax.jit(next_byte),
         sample_window=min(sizes.seq, 256),
@@ -231,7 +238,8 @@ def train(
         raise SystemExit(f"{len(data)} bytes of text are too few for --seq {sizes.seq}")
 
     program = compiled_program(attention_fn, sizes, layout)
-    params = layout.params(change_params(program.init(jax.random.key(seed))))
+    params = change_params(program.init(jax.random.key(seed)))
+    params = jax.device_put(params, layout.shardings(params))
     state = program.init_optimizer(params)
 
     rng = np.random.default_rng(seed)

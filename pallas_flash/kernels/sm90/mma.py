@@ -128,13 +128,13 @@ class GpuOps:
 
     @staticmethod
     def token_pass(to, num_wgs: int) -> None:
-        """Hands the tensor-core token to consumer warpgroup `to` of `num_wgs`, without waiting."""
+        """Hands the token to consumer warpgroup `to` of `num_wgs`, without waiting."""
         del num_wgs
         GpuOps._named_barrier("arrive", to)
 
     @staticmethod
     def token_take(wg) -> None:
-        """Waits for the tensor-core token."""
+        """Waits for the token: whose turn it is on the tensor cores, or on exponentials."""
         GpuOps._named_barrier("sync", wg)
 
     @staticmethod

@@ -199,7 +199,8 @@ def run_shape(
             del got
         except Exception as error:
             result["failed"] = _refusal(error)
-    row["results"].pop(REFERENCE, None)
+    if "failed" not in row["results"].get(REFERENCE, {}):
+        row["results"].pop(REFERENCE, None)
     for _ in range(rounds):
         for name, result in row["results"].items():
             timed = {way: (programs[name, way], arguments[way]) for way in wanted}

@@ -249,30 +249,17 @@ def test_rows_times_rows_from_zero(width, n):
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.standard_normal((m, width)), jnp.bfloat16) for m in (128, n))
 
-    def body(a_ref, b_ref, out_ref, a_smem, b_smem, ready):
-        plgpu.copy_gmem_to_smem(a_ref, a_smem, ready)
-        plgpu.copy_gmem_to_smem(b_ref, b_smem, ready)
-        plgpu.barrier_wait(ready)
+    def issue(acc, a, b):
+        op.set(acc, plgpu.layout_cast(jnp.ones((64, n), jnp.float32), registers.ACC_LAYOUT))
+        op.wgmma_from_zero(acc, a.at[pl.ds(64, 64)], b)
 
-        def scoped(acc):
-            op.set(acc, plgpu.layout_cast(jnp.ones((64, n), jnp.float32), registers.ACC_LAYOUT))
-            op.wgmma_from_zero(acc, a_smem.at[pl.ds(64, 64)], b_smem)
-            return op.load(acc)
-
-        out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=(64, n))
-
-    got = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((64, n), jnp.float32),
-        scratch_types=[
-            tiled_smem((128, width), jnp.bfloat16),
-            tiled_smem((n, width), jnp.bfloat16),
-            plgpu.Barrier(num_arrivals=2),
-        ],
-        num_threads=1,
-        thread_name="wg",
+    got = _product(
+        issue,
+        n,
+        (a, tiled_smem(a.shape, a.dtype)),
+        (b, tiled_smem(b.shape, b.dtype)),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(a, b)
+    )
     wanted = np.asarray(a, np.float64)[64:] @ np.asarray(b, np.float64).T
     np.testing.assert_allclose(got, wanted, atol=1e-3)
 
@@ -285,30 +272,41 @@ def test_transposed_rows_times_some_columns(width, first, n):
     rng = np.random.default_rng(0)
     ds, k = (jnp.asarray(rng.standard_normal((128, m)), jnp.bfloat16) for m in (64, width))
 
-    def body(ds_ref, k_ref, out_ref, ds_smem, k_smem, ready):
-        plgpu.copy_gmem_to_smem(ds_ref, ds_smem, ready)
-        plgpu.copy_gmem_to_smem(k_ref, k_smem, ready)
+    def issue(acc, ds, k):
+        op.wgmma(acc, ds.transpose((1, 0)), k.at[:, pl.ds(first, n)])
+
+    got = _product(
+        issue,
+        n,
+        (ds, tiled_smem(ds.shape, ds.dtype, beside=width)),
+        (k, tiled_smem(k.shape, k.dtype)),
+    )
+    wanted = np.asarray(ds, np.float64).T @ np.asarray(k, np.float64)[:, first : first + n]
+    np.testing.assert_allclose(got, wanted, atol=1e-3)
+
+
+def _product(issue, n: int, a, b, **how):
+    """The accumulator [64, n] after issue(acc, a, b); each an array and where it lies, shared."""
+
+    def body(a_ref, b_ref, out_ref, a_smem, b_smem, ready):
+        plgpu.copy_gmem_to_smem(a_ref, a_smem, ready)
+        plgpu.copy_gmem_to_smem(b_ref, b_smem, ready)
         plgpu.barrier_wait(ready)
 
         def scoped(acc):
-            op.wgmma(acc, ds_smem.transpose((1, 0)), k_smem.at[:, pl.ds(first, n)])
+            issue(acc, a_smem, b_smem)
             return op.load(acc)
 
         out_ref[...] = op.with_accumulators(scoped, {}, 0, acc=(64, n))
 
-    got = plgpu.kernel(
+    return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((64, n), jnp.float32),
-        scratch_types=[
-            tiled_smem((128, 64), jnp.bfloat16, beside=width),
-            tiled_smem((128, width), jnp.bfloat16),
-            plgpu.Barrier(num_arrivals=2),
-        ],
+        scratch_types=[a[1], b[1], plgpu.Barrier(num_arrivals=2)],
         num_threads=1,
         thread_name="wg",
-    )(ds, k)
-    wanted = np.asarray(ds, np.float64).T @ np.asarray(k, np.float64)[:, first : first + n]
-    np.testing.assert_allclose(got, wanted, atol=1e-3)
+        **how,
+    )(a[0], b[0])
 
 
 def _loaded(load, shape, *arrays):

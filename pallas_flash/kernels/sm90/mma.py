@@ -103,7 +103,7 @@ class GpuOps:
 
     @staticmethod
     def wgmma_from_zero(acc, a, b) -> None:
-        """Issues acc = a @ b^T, 64 rows of each tile in shared memory: acc need not be zero."""
+        """Issues acc = a @ b^T, both in shared memory, whatever acc was."""
         acc[...] = issue_mma.rows_times_rows(a, b)
 
     @staticmethod

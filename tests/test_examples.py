@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -47,7 +48,7 @@ def test_train_lm_learns_and_compares(text, tmp_path, capsys):
 
 
 def test_train_lm_over_a_mesh_loses_what_one_device_loses(text, tmp_path):
-    if len(train_lm.jax.devices()) < 8:
+    if len(jax.devices()) < 8:
         pytest.skip("needs eight devices")
     files = ["--text", str(text), "--plot", str(tmp_path / "loss.png")]
     few = [*SMALL, *files, "--steps", "3"]
@@ -59,17 +60,17 @@ def test_train_lm_over_a_mesh_loses_what_one_device_loses(text, tmp_path):
 
 def test_a_step_over_a_mesh_returns_arrays_as_they_lay():
     """Else the second step is compiled again."""
-    if len(train_lm.jax.devices()) < 8:
+    if len(jax.devices()) < 8:
         pytest.skip("needs eight devices")
     layout = train_lm.Layout(train_lm.parse_mesh("data=2,sequence=2,model=2"))
     sizes = byte_lm.Sizes(64, 2, 1, 32, 2, steps=1, lr=0.01, dtype="float32")
     program = train_lm.compiled_program(train_lm.ATTENTION["flash"], sizes, layout)
-    params = program.init(train_lm.jax.random.key(0))
-    params = train_lm.jax.device_put(params, layout.shardings(params))
+    params = program.init(jax.random.key(0))
+    params = jax.device_put(params, layout.shardings(params))
     given = params, program.init_optimizer(params)
-    lay = [(x.sharding, x.ndim) for x in train_lm.jax.tree.leaves(given)]
+    lay = [(x.sharding, x.ndim) for x in jax.tree.leaves(given)]
     *returned, _ = program.step(*given, layout.rows(np.zeros((2, 65), np.int32)))
-    returned = train_lm.jax.tree.leaves(returned)
+    returned = jax.tree.leaves(returned)
     assert all(x.sharding.is_equivalent_to(*was) for x, was in zip(returned, lay, strict=True))
 
 

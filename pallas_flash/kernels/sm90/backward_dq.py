@@ -352,7 +352,7 @@ def _consume(plan: _Plan, gmem: _Gmem, scratch: _Scratch, tile: tiles.Tile, wg: 
     tiles.claim_registers(num_wgs)
     work = _Work(plan, scratch, gmem.extras, tile, wg)
     statistics = _load_statistics(work, gmem)
-    pl.when(wg == 0)(lambda: op.token_pass(jnp.int32(0), num_wgs))
+    op.token_start(wg, num_wgs)
     plgpu.barrier_wait(scratch.q_ready)
     plgpu.barrier_wait(scratch.dout_ready)
     dq = op.with_accumulators(

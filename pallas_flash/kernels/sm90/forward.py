@@ -192,7 +192,7 @@ def _consume(plan: Plan, gmem: Gmem, scratch: Scratch, wg: Int) -> None:
     num_wgs = plan.config.compute_wgs
     tiles.claim_registers(num_wgs)
     if plan.has_token:
-        pl.when(wg == 0)(lambda: plan.op.token_pass(jnp.int32(0), num_wgs))
+        plan.op.token_start(wg, num_wgs)
     tiles.for_each_tile(plan, gmem, functools.partial(_consume_tile, plan, gmem, scratch, wg))
     plgpu.wait_smem_to_gmem(0)
 

@@ -4,7 +4,6 @@ What is issued here is not waited for. The result is for `op.set` of an accumula
 read it before a product that was issued later is there.
 """
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_flash.kernels.sm90 import smem
 from pallas_flash.kernels.sm90.registers import (
     ACC_LAYOUT,
     accumulator,
@@ -100,9 +100,9 @@ def descriptor(ref, *, leading: int, stride: int, swizzle: int = 0, offset: int 
 
 def rows_times_rows(a, b) -> jax.Array:
     """a @ b^T, of tiles [64, n] and [m, n] in shared memory as `tiled_smem` has them."""
-    width, n, dtype = math.gcd(a.shape[1], 64), b.shape[0], jnp.dtype(a.dtype).name
+    n, dtype = b.shape[0], jnp.dtype(a.dtype).name
     out = plgpu.ShapeDtypeStruct((64, n), jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
-    tiled = plgpu.RefType((plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
+    tiled = plgpu.RefType(smem.transforms(a.shape[1], dtype))
 
     def product(_, a, b):
         rows, columns = _steps_of_rows(a), _steps_of_rows(b)
@@ -139,7 +139,7 @@ def add_rows(given, a, b, first: int):
     """
     n, dtype = b.shape[1], jnp.dtype(a.dtype).name
     out = plgpu.ShapeDtypeStruct((64, n), jnp.dtype(jnp.float32), layout=ACC_LAYOUT)
-    tiled = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    tiled = plgpu.RefType(smem.transforms(n, dtype))
     eight_rows = n // 64 * ATOM_BYTES
     starts = [row // 8 * eight_rows for row in range(first, first + a.shape[1], STEP)]
 

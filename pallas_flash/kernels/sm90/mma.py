@@ -127,6 +127,11 @@ class GpuOps:
         fence()
 
     @staticmethod
+    def token_start(wg, num_wgs: int) -> None:
+        """Consumer 0 has the first turn: it hands the token to itself."""
+        pl.when(wg == 0)(lambda: GpuOps.token_pass(jnp.int32(0), num_wgs))
+
+    @staticmethod
     def token_pass(to, num_wgs: int) -> None:
         """Hands the token to consumer warpgroup `to` of `num_wgs`, without waiting."""
         del num_wgs

@@ -23,10 +23,14 @@ def tiled_smem(shape: tuple[int, ...], dtype, *, beside: int | None = None):
 
     With `beside`, as widely as rows of so many columns do: the two operands of a wgmma must agree.
     """
+    return plgpu.SMEM(shape, dtype, transforms=transforms(beside or shape[-1], dtype))
+
+
+def transforms(columns: int, dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How `tiled_smem` lays out rows of so many columns."""
     bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle((beside or shape[-1]) * bits)
-    tiling = plgpu.TilingTransform((8, swizzle * 8 // bits))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def _is_scratch(x) -> bool:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_flash.masks import Mask
+
 ROW_TILE = 8  # a swizzled TMA copy moves 8 rows at a time
 HEAD_TILE = 16  # a tensor core sums over 16 at a time, and 32 bytes can be swizzled
 WIDE_HEAD_TILE = 64  # 128 bytes, the widest swizzle
@@ -113,6 +115,16 @@ class BackwardConfig:
         if apart and self.split == "roles":
             return {"neg_lse": 4, "neg_delta": 4}
         return {"parts": 16, **apart}
+
+    def stores_dq(self, mask: Mask, q_len: int, kv_len: int) -> bool:
+        """One block has all keys of its queries: dq can leave finished, there is nothing to add to.
+
+        Every tile of queries must be visited, whatever the run-time numbers, and be whole.
+        """
+        bounds = mask.fixed_bounds
+        if self.split != "keys" or kv_len > self.block_kv or q_len % self.block_q or bounds is None:
+            return False
+        return bounds.q_any(0, kv_len, q_len) == (0, q_len)
 
     def padded(self, head_dim: int) -> int:
         """head_dim or head_dim_v as the kernel sees it, and with it the dq kernel and both ends.

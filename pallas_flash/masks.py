@@ -197,6 +197,11 @@ class Mask:
         return type(self).allowed_beyond_bounds is Mask.allowed_beyond_bounds
 
     @property
+    def fixed_bounds(self) -> Bounds | None:
+        """`bounds` where they say everything and no run-time number takes part; else None."""
+        return None if self.reads or not self.is_bounds else self.bounds(MaskValues())
+
+    @property
     def has_lower(self) -> bool:
         """`bounds` hides keys before some position, whatever the run-time numbers."""
         return self.bounds(MaskValues(*[0] * len(MaskValues._fields))).lower is not None

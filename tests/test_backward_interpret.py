@@ -23,7 +23,7 @@ ROLES = BackwardConfig(split="roles", block_kv=64)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """B 1 or the number of lengths; T, S true lengths; N query heads, K kv heads."""
+    """B the number of lengths, else `rows`; T, S true lengths; N query heads, K kv heads."""
 
     q_len: int = 136
     kv_len: int = 136
@@ -37,13 +37,15 @@ class Case:
     query_lengths: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
     make_dq: bool = True
+    has_dq_factor: bool = False
     kv_parts: int = 1
     segments: bool = False
     dropout_rate: float = 0.0
+    rows: int = 1
 
     @property
     def batch(self) -> int:
-        return len(self.query_lengths or self.kv_lengths or (0,))
+        return len(self.query_lengths or self.kv_lengths or (0,) * self.rows)
 
     @property
     def mask(self) -> masks.Mask:
@@ -111,6 +113,34 @@ CASES = {
         head_dim=256, head_dim_v=256, config=ROLES, query_lengths=(100,), kv_lengths=(65,)
     ),
     "d256-no-dq": Case(head_dim=256, head_dim_v=256, config=ROLES, make_dq=False),
+    "dq-stored": Case(q_len=256, kv_len=77, has_dq_factor=True, rows=2),
+    "d128-dq-stored-causal-parts": Case(
+        q_len=128,
+        kv_len=128,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        head_dim_v=128,
+        config=KEYS_128,
+        causal_shift=0,
+        has_dq_factor=True,
+        kv_parts=2,
+    ),
+    "d96-80-dq-stored-dropout": Case(
+        q_len=64,
+        kv_len=128,
+        head_dim=96,
+        head_dim_v=80,
+        config=KEYS_128,
+        has_dq_factor=True,
+        dropout_rate=0.3,
+    ),
+    "one-tile-of-keys-that-some-queries-do-not-see": Case(
+        q_len=256, kv_len=128, causal_shift=-130, has_dq_factor=True
+    ),
+    "one-tile-of-keys-lengths": Case(
+        q_len=128, kv_len=128, query_lengths=(0, 40, 128), has_dq_factor=True
+    ),
     "parts-of-two-heads-lengths": Case(
         q_len=72,
         num_q_heads=8,
@@ -243,6 +273,7 @@ def _run(case: Case, arrays: Arrays):
             f32(arrays.lse),
             f32(dlse),
             f32(arrays.scale),
+            dq_factor=f32(-arrays.scale) if case.has_dq_factor else None,
             extras=Extras(
                 query_lengths=int32(case.query_lengths),
                 kv_lengths=int32(case.kv_lengths),
@@ -273,7 +304,10 @@ def _check(case: Case) -> None:
     assert (got[0] is not None) == case.make_dq
     bound = 4 * float(jnp.finfo(case.dtype).eps)
     lengths = (case.query_lengths, case.kv_lengths, case.kv_lengths)
-    for name, g, want, cut in zip("dq dk dv".split(), got, arrays.grads, lengths, strict=True):
+    dq, dk, dv = arrays.grads
+    if case.has_dq_factor:
+        dq = -dq * arrays.scale[:, None, None, None]
+    for name, g, want, cut in zip("dq dk dv".split(), got, (dq, dk, dv), lengths, strict=True):
         if g is None:
             continue
         assert np.isfinite(g).all(), name
@@ -352,3 +386,23 @@ def test_who_stores_the_gradient_of_a_bias(batch, bias, changes, peers):
     )
     array = jax.ShapeDtypeStruct(bias, changes.get("bias_dtype", "bfloat16"))
     assert backward._peers(launch, Extras(bias=array)) == peers
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len", "stores"),
+    [
+        (masks.And(), 256, 128, True),
+        (masks.And(), 256, 77, True),
+        (masks.And(), 256, 129, False),
+        (masks.And(), 200, 128, False),  # a tile of queries that is not whole
+        (masks.Causal(), 128, 128, True),
+        (masks.Causal(-1), 128, 128, False),  # the first query sees nothing, nor might its tile
+        (masks.Causal(1) & masks.Causal(0), 128, 1, True),
+        (masks.Window(True, False), 128, 128, False),  # of a run-time width
+        (masks.Lengths(True, False), 128, 128, False),
+        (masks.Segments(), 128, 128, False),
+    ],
+)
+def test_who_stores_dq(mask, q_len, kv_len, stores):
+    assert KEYS_64.stores_dq(mask, q_len, kv_len) == stores
+    assert not ROLES.stores_dq(mask, q_len, min(kv_len, 64))

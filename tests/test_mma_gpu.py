@@ -87,6 +87,33 @@ def test_add_dq_and_its_order(m, n, where):
     np.testing.assert_allclose(got - op.order_dq(start, m, n), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("where", [True, False])
+@pytest.mark.parametrize(("dtype", "n"), [("bfloat16", 64), ("float16", 48)])
+def test_store_dq(dtype, n, where):
+    """To a part of some rows of one head; the rest stays as it was."""
+    rng = np.random.default_rng(0)
+    tile = jnp.asarray(rng.standard_normal((64, n)).astype(np.float32))
+    start = jnp.asarray(rng.standard_normal((2, 192, 3, 128)), dtype)
+    at = 1, slice(64, 128), 2, slice(16, 16 + n)
+
+    def store(tile, start):
+        buffer = jax.new_ref(start)
+
+        def body(tile_ref, buffer_ref, out_ref):
+            value = plgpu.load(tile_ref, layout=registers.ACC_LAYOUT, optimized=False)
+            part = buffer_ref.at[1, pl.ds(64, 64), 2, pl.ds(16, n)]
+            where_wg = lax.axis_index("wg") == (0 if where else 1)
+            op.store_dq(value.astype(dtype), part, where=where_wg)
+            out_ref[...] = plgpu.layout_cast(jnp.zeros((64, 8), jnp.float32), registers.ACC_LAYOUT)
+
+        done = _accumulator_kernel(body, (64, 8), tile, buffer)
+        return jax.freeze(buffer), done
+
+    got, _ = jax.jit(store)(tile, start)
+    wanted = start.at[at].set(tile.astype(dtype)) if where else start
+    np.testing.assert_array_equal(got.astype(np.float32), wanted.astype(np.float32))
+
+
 def test_any_greater_is_true_where_a_row_of_the_warp_is():
     """A warp holds 16 rows: only the warp with the greater row changes its values."""
     rows = jnp.zeros(64).at[37].set(1.0)  # warp 2

@@ -175,6 +175,7 @@ def flash_backward(
         dropout_rate=dropout_rate,
         config=config,
         make_dq=make_dq,
+        stores_dq=make_dq and dq_factor is not None and config.stores_dq(mask, q_len, kv_len),
         make_dbias=make_dbias,
         kv_parts=kv_parts,
         interpret=bool(interpret),
@@ -201,11 +202,15 @@ def flash_backward(
             k_tail=tail_tile(k, extras.kv_lengths, config.block_kv),
             v_tail=tail_tile(v, extras.kv_lengths, config.block_kv),
         )
+    if launch.stores_dq:
+        operands = operands._replace(dq_factor=_dq_factor(launch, dq_factor))
     sums = {} if statistics.dq is None else dict(dq=statistics.dq)
     if make_dbias and not (launch.peers and launch.visits_all):
         sums["dbias"] = _zero_dbias(launch, extras.bias, after=next(iter(of_queries.values())))
     made = _run_adding(launch, operands, sums)
-    dq = _finished_dq(launch, made["dq"], q, extras, dq_factor) if make_dq else None
+    dq = made.get("dq")
+    if launch.adds_dq:
+        dq = _finished_dq(launch, dq, q, extras, dq_factor)
     dbias = _ordered_dbias(launch, made["dbias"], extras.bias) if make_dbias else None
     return Gradients(dq, made["dk"], made["dv"], dbias, statistics)
 
@@ -301,11 +306,15 @@ def _ordered_dbias(launch: Launch, dbias, bias) -> jax.Array:
     return dbias * dropout.keep_scale(launch.dropout_rate)
 
 
-def _finished_dq(launch: Launch, dq, q, extras: Extras, factor) -> jax.Array:
+def _dq_factor(launch: Launch, factor):
     kept = dropout.keep_scale(launch.dropout_rate)
+    return jnp.full((1,), kept, jnp.float32) if factor is None else factor * kept
+
+
+def _finished_dq(launch: Launch, dq, q, extras: Extras, factor) -> jax.Array:
     return finish_dq(
         dq,
-        jnp.full((1,), kept, jnp.float32) if factor is None else factor * kept,
+        _dq_factor(launch, factor),
         shape=q.shape,
         dtype=jnp.float32 if factor is None else q.dtype,
         block_q=launch.config.block_q,
@@ -341,6 +350,8 @@ def _made(launch: Launch, operands: Gmem) -> dict[str, jax.ShapeDtypeStruct]:
         name: jax.ShapeDtypeStruct(of_shares(x), x.dtype)
         for name, x in (("dk", operands.k), ("dv", operands.v))
     }
+    if launch.stores_dq:
+        made["dq"] = jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype)
     if launch.make_dbias and operands.dbias is None:
         made["dbias"] = _stored_dbias(launch, operands.extras.bias)
     return made

@@ -25,6 +25,7 @@ from pallas_flash.kernels.sm90.call import (
     div,
     fitting_group,
     interleaved,
+    rem,
 )
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
@@ -47,7 +48,9 @@ class Gmem(NamedTuple):
       scale: float32 (1|B,).
       extras: arrays of the mask and of further terms.
       q_tail, dout_tail, k_tail, v_tail: the tile that a length cuts, zeroed behind it.
-      dq: float32 (writers, B, N * q tiles, block_q * H), added into; see `mma.add_dq`.
+      dq_factor: float32 (1|B,), on dq, where that is stored.
+      dq: float32 (writers, B, N * q tiles, block_q * H), added into; see `mma.add_dq`. Where it is
+        stored, see `Launch.stores_dq`, (B, T, N, H) in the dtype of q.
       dbias: float32 (B', N', tiles of q, tiles of kv, block_q * block_kv), added into likewise; an
         axis along which the bias is repeated has size 1. Where it is stored, see `Launch.peers`,
         (B', N * T, S) in the dtype of the bias.
@@ -67,6 +70,7 @@ class Gmem(NamedTuple):
     dout_tail: Ref = None
     k_tail: Ref = None
     v_tail: Ref = None
+    dq_factor: Ref = None
     dq: Ref = None
     dbias: Ref = None
     dk: Ref = None
@@ -78,7 +82,9 @@ class Launch(Call):
     """All that is static about one kernel.
 
     Attributes:
-      make_dq: add up dq, too.
+      make_dq: make dq, too.
+      stores_dq: a block has all keys of its queries: its dq is whole, and leaves finished. Else it
+        is added up.
       make_dbias: add up the gradient of the bias, too.
       peers: blocks that have one piece of the bias and no one else has: a cluster, which sums its
         gradient and stores it. 0: it is added up in global memory.
@@ -88,6 +94,7 @@ class Launch(Call):
 
     config: BackwardConfig
     make_dq: bool = True
+    stores_dq: bool = False
     make_dbias: bool = False
     peers: int = 0
     kv_parts: int = 1
@@ -110,6 +117,10 @@ class Launch(Call):
     def visits_all(self) -> bool:
         """There is no tile that a mask hides whole."""
         return not self.mask.parts()
+
+    @property
+    def adds_dq(self) -> bool:
+        return self.make_dq and not self.stores_dq
 
     @property
     def cluster(self) -> int:
@@ -357,8 +368,18 @@ class Block:
         index = (*launch.entry(dbias, place.batch, place.head), *at, pl.ds(part * size, size))
         launch.op.add_dq(dlogits, dbias.at[index])
 
+    def store_dq(self, dq, row: Int, first: tuple[Int, Int], *, where) -> None:
+        """A part of a tile of dq, the tile of this row, to its place; first: its row and column."""
+        launch, gmem = self.launch, self.gmem
+        head, qi = div(row, launch.num_q_tiles), rem(row, launch.num_q_tiles)
+        (rows, columns), (row0, column0) = dq.shape, first
+        rows = pl.ds(qi * launch.config.block_q + row0, rows)
+        out = gmem.dq.at[self.walk.b, rows, head, pl.ds(column0, columns)]
+        factor = gmem.dq_factor[launch.entry(gmem.dq_factor, self.walk.b)]
+        launch.op.store_dq((dq * factor).astype(launch.dtype), out, where=where)
+
     def dq_part(self, row: Int, offset: Int, size: int) -> Ref:
-        """`size` elements of a tile of dq, from `offset` on."""
+        """`size` elements of a tile of dq to add to, from `offset` on."""
         writer = 0 if self.launch.op.dq_writers(2) == 1 else self.walk.ki
         return self.gmem.dq.at[writer, self.walk.b, row, pl.ds(offset, size)]
 

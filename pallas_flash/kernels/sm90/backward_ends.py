@@ -54,7 +54,7 @@ class Statistics(NamedTuple):
       neg_delta: float32, the same shape: dlse - rowsum(out * dout), over the factor of dropout, as
         dP arrives; 0 where neg_lse is -inf.
       dq: float32 zeros to add dq into, (writers, B, N * q tiles, block_q * H); None unless the
-        launch makes dq.
+        launch adds up dq.
     """
 
     parts: jax.Array | None
@@ -120,7 +120,7 @@ def row_statistics(
     parts = jax.ShapeDtypeStruct((*shape, query_parts.COLUMNS), jnp.bfloat16)
     kinds = dict(parts=parts, neg_lse=alone, neg_delta=alone)
     made = {name: kinds[name] for name in launch.statistics}
-    made |= dict(dq=_dq_sums(launch)) if launch.make_dq else {}
+    made |= dict(dq=_dq_sums(launch)) if launch.adds_dq else {}
 
     def body(*refs, tiles, read, alone, parts, ready):
         gmem = jax.tree.unflatten(structure, refs[: len(given)])
@@ -138,7 +138,7 @@ def row_statistics(
 
         copy = lambda: _copy_rows(gmem, b, row0, head, tiles, read, ready)
         _when_before(end, row0, copy)
-        if launch.make_dq:  # while the copies come
+        if launch.adds_dq:  # while the copies come
             _clear_strip(launch, out["dq"], b, head, strip)
         _when_before(end, row0, run, lambda: write(_no_statistics(launch)))
         plgpu.commit_smem()

@@ -359,12 +359,21 @@ def _issue_dq(c: _Consumer, slot) -> None:
 
 
 def _add_dq(c: _Consumer, i, row, in_flight: int) -> None:
-    """Adds the part that was issued, of tile i if there is one, to its place in global memory."""
+    """The part that was issued, of tile i if there is one, is added to its place, or stored there.
+
+    row: of this tile, see `Block.dq_row`.
+    """
     launch, op = c.block.launch, c.block.launch.op
-    if launch.make_dq:
-        m, n = _dq_shape(launch, c.wg)
-        part = c.block.dq_part(row, c.wg * (m * _first_columns(launch)), m * n)
-        op.add_dq(op.load(c.acc.dq, in_flight), part, where=i >= 0)
+    if not launch.make_dq:
+        return
+    (m, n), first_columns = _dq_shape(launch, c.wg), _first_columns(launch)
+    dq = op.load(c.acc.dq, in_flight)
+    if launch.stores_dq:
+        first = (0, c.wg * first_columns) if launch.config.block_q == m else (c.wg * m, 0)
+        c.block.store_dq(dq, row, first, where=i >= 0)
+        return
+    part = c.block.dq_part(row, c.wg * (m * first_columns), m * n)
+    op.add_dq(dq, part, where=i >= 0)
 
 
 def _finish(block: Block, wg, dk, dv) -> None:

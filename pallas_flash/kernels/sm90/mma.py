@@ -29,6 +29,7 @@ from pallas_flash.kernels.sm90.registers import (
     first_element,
     i32_const,
     inline_mgpu,
+    pairs_of,
     thread_in_warpgroup,
     values_of,
     void_asm,
@@ -309,6 +310,26 @@ class GpuOps:
                 )
 
         red_add(dq, ref, jnp.bool_(where))
+
+    @staticmethod
+    def store_dq(dq, ref, *, where) -> None:
+        """ref (GMEM, rows of a larger array) = dq [64, n] of 16 bits; where: as in `add_dq`."""
+
+        @inline_mgpu(arg_types=(ACC_LAYOUT, plgpu.RefType(), SCALAR_LAYOUT))
+        def store(_, tile, out, where):
+            where = where.registers.flat[0]
+            (stride, _), _ = ir.MemRefType(out.type).get_strides_and_offset()
+            row, col = first_element()
+            dtype, i32 = tile.mlir_dtype, ir.IntegerType.get_signless(32)
+            first = arith.addi(arith.muli(row, i32_const(stride)), col)
+            base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(out), [first], dtype)
+            for i, pair in enumerate(pairs_of(tile)):
+                drow, dcol = element(2 * i)
+                at = mgpu.utils.getelementptr(base, [drow * stride + dcol], dtype)
+                word = llvm.bitcast(i32, pair)
+                void_asm([where, at, word], "@$0 st.global.b32 [$1], $2;", "b,l,r")
+
+        store(dq, ref, jnp.bool_(where))
 
     @staticmethod
     def order_dq(dq: jax.Array, m: int, n: int) -> jax.Array:

@@ -176,6 +176,13 @@ class InterpretOps:
         pl.when(where)(add)
 
     @staticmethod
+    def store_dq(dq, ref, *, where) -> None:
+        def store():
+            ref[...] = dq
+
+        pl.when(where)(store)
+
+    @staticmethod
     def order_dq(dq: jax.Array, m: int, n: int) -> jax.Array:
         lead = dq.shape[:-1]
         dq = dq.reshape(*lead, m // 64, n // 8, 64, 8)

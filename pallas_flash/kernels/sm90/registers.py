@@ -112,6 +112,12 @@ def values_of(tile) -> list[ir.Value]:
     return [vector.extract(register, [], [0]) for register in tile.registers.flat]
 
 
+def pairs_of(tile) -> list[ir.Value]:
+    """The same of a tile of 16 bits: vectors of two neighbours of a row."""
+    order = tile.to_layout(fa.WGMMA_LAYOUT)
+    return list(order.registers.flat)
+
+
 def accumulator(values, shape: tuple[int, int], *, is_signed: bool | None):
     """One value an element, in the order of `element` -> a FragmentedArray in ACC_LAYOUT."""
     layout = fa.WGMMA_LAYOUT_ACC_32BIT

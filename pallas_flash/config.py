@@ -83,7 +83,7 @@ class BackwardConfig:
       block_q: queries a step.
       block_kv: keys of a block.
       num_stages: slots of the q and dout ring.
-      head_group: kv heads whose blocks are interleaved, where several query heads share one and
+      head_group: at least so many kv heads are interleaved, where several query heads share one and
         walks differ: the longest of all of them come first, which balances the end of a launch.
     """
 

@@ -175,6 +175,8 @@ def backward_kernel(
 ) -> Pass:
     """kernels/sm90/backward.py: K and V once, q and dout for each tile, dq added to in memory.
 
+    Where a block has all keys of its queries dq is stored (not if the scale has a gradient, too).
+
     Args:
       problem: what `io_model.refusal` has no objection to.
       operands: what the mask needs, concrete.
@@ -197,15 +199,19 @@ def backward_kernel(
     )
     pairs = by_kv.count * cut.block_q * cut.block_kv
     made = ["S = Q K^T, again", "dV = P^T dO", "dP = dO V^T", "dK = dS^T Q"]
-    adds, fetched = (), ()
+    adds, fetched, name = (), (), "dk and dv"
     if make_dq:
+        made.append("dQ = dS K")
+    if make_dq and _stores_dq(problem, cut):
+        adds, name = once(dq=n.q), "dk, dv and dq"
+    elif make_dq:
+        name = "dk, dv and sums of dq"
         tile = cut.block_q * wide.head_dim * FLOAT32_BYTES
         sums = _touched_tiles(walks, problem) * tile
         adds = (Access("dq sum", by_kv.count * tile, sums),)
         fetched = (Access("dq sum", 0, sums),)  # L2 adds: nothing comes back to a multiprocessor
-        made.append("dQ = dS K")
     return Pass(
-        "dk, dv and sums of dq" if make_dq else "dk and dv",
+        name,
         "kernels/sm90/backward.py",
         (
             Access("k", parts * n.k, n.k),
@@ -219,6 +225,10 @@ def backward_kernel(
         (*once(dk=parts * n.k, dv=parts * n.v), *adds),
         products(wide, pairs, *made),
     )
+
+
+def _stores_dq(problem: Problem, cut: BackwardConfig) -> bool:
+    return cut.stores_dq(problem.mask, problem.q_len, problem.kv_len)
 
 
 def _statistics(problem: Problem, cut: BackwardConfig) -> dict[str, int]:
@@ -276,7 +286,7 @@ def _strips(problem: Problem, operands: Operands, limit: int) -> int:
 def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Counts:
     """The whole backward: statistics and zeros, the fused kernel, dq to its place.
 
-    Or, with `deterministic_backward`, no sums of dq but a kernel for it.
+    Or, with `deterministic_backward`, no sums of dq but a kernel for it; or dq by the fused kernel.
     """
     cut = tuned.backward_of(problem)
     n, wide = kernel_sizes(problem, cut), padded(problem, cut)
@@ -302,6 +312,12 @@ def kernels_backward(problem: Problem, operands: Operands = NO_OPERANDS) -> Coun
             backward_kernel(problem, operands, make_dq=False),
             *_delta_of_parts(problem, cut, n, heads * whole),
             dq_kernel(problem, operands),
+        ]
+    elif _stores_dq(problem, cut):
+        passes = [
+            *copies,
+            Pass("statistics", ends, read, once(**extra)),
+            backward_kernel(problem, operands),
         ]
     else:
         sums = heads * whole * wide.head_dim * FLOAT32_BYTES

@@ -1,6 +1,7 @@
 """The fused backward in Pallas' interpret mode, against float64 gradients written out in NumPy."""
 
 import dataclasses
+import heapq
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import dropout, masks
+from pallas_flash import dropout, hardware, masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward, backward_common, backward_keys, backward_roles
 from pallas_flash.kernels.sm90.call import Extras
@@ -406,3 +407,63 @@ def test_who_stores_the_gradient_of_a_bias(batch, bias, changes, peers):
 def test_who_stores_dq(mask, q_len, kv_len, stores):
     assert KEYS_64.stores_dq(mask, q_len, kv_len) == stores
     assert not ROLES.stores_dq(mask, q_len, min(kv_len, 64))
+
+
+def _launch(*, length, heads, kv_heads, mask, batch=1):
+    return backward_common.Launch(
+        batch=batch,
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        head_dim_v=128,
+        q_len=length,
+        kv_len=length,
+        dtype="bfloat16",
+        mask=mask,
+        config=KEYS_128,
+    )
+
+
+def _order(launch, monkeypatch) -> list[tuple[int, int]]:
+    """(pair, tile of keys) of each block, in the order in which a GPU starts them."""
+    index = {}
+    monkeypatch.setattr(backward_common.lax, "axis_index", lambda name: index[name])
+    found = []
+    for place in np.ndindex(*launch.grid.values()):
+        index |= zip(launch.grid, place, strict=True)
+        found.append(tuple(int(x) for x in launch.pair_and_tile()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "has_axes"),
+    [
+        (8192, 32, 32, True),
+        (4096, 64, 64, True),
+        (2048, 128, 128, True),
+        (2048, 256, 64, False),
+        (16384, 16, 16, False),
+    ],
+)
+def test_a_causal_launch_ends_with_short_walks(length, heads, kv_heads, has_axes, monkeypatch):
+    """Each block once; and where the next free multiprocessor takes it, all end together."""
+    launch = _launch(length=length, heads=heads, kv_heads=kv_heads, mask=masks.Causal())
+    order = _order(launch, monkeypatch)
+    assert launch.has_axes == has_axes
+    assert sorted(order) == [*np.ndindex(kv_heads, length // 128)]
+    work = lambda tile: (length // 64 - 2 * tile) * launch.heads_a_share + 4  # steps; once a block
+    ends = [0] * hardware.SM90.num_sms
+    for _, tile in order:
+        heapq.heapreplace(ends, ends[0] + work(tile))
+    even = sum(work(tile) for _, tile in order) / len(ends)
+    assert max(ends) <= 1.02 * even
+
+
+def test_equal_walks_are_not_interleaved(monkeypatch):
+    launch = _launch(length=8192, heads=4, kv_heads=4, mask=masks.And())
+    assert _order(launch, monkeypatch) == [*np.ndindex(4, 64)]
+
+
+def test_more_groups_than_an_axis_has():
+    launch = _launch(batch=65_536, length=128, heads=16, kv_heads=16, mask=masks.Causal())
+    assert launch.grid == dict(block=65_536 * 16)

@@ -436,6 +436,18 @@ def test_deterministic_backward_has_no_sums():
     assert io_kernels.dq_kernel(problem, operands) in counts.passes
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_dq_of_one_tile_of_keys_is_stored(mask):
+    problem, operands = _problem(MASKS[mask], q_len=256, kv_len=120)
+    counts = io_kernels.kernels_backward(problem, operands)
+    assert [p.name for p in counts.passes] == ["statistics", "dk, dv and dq"]
+    (dq,) = (a for a in counts.passes[-1].writes if a.tensor == "dq")
+    assert dq.moved == dq.distinct == BATCH * HEADS * 256 * 64 * 2
+    assert "dQ = dS K" in {product.name for product in counts.passes[-1].products}
+    more, _ = _problem(MASKS[mask], q_len=256, kv_len=136)
+    assert "dq sum" in dict(io_kernels.kernels_backward(more).extra)
+
+
 def test_ragged_sizes_cost_copies():
     problem, _ = _problem(MASKS["full"], q_len=301, head_dim=80)
     copies, kernel = io_kernels.kernels_forward(problem).passes

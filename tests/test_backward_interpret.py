@@ -456,7 +456,7 @@ def test_a_causal_launch_ends_with_short_walks(length, heads, kv_heads, has_axes
     for _, tile in order:
         heapq.heapreplace(ends, ends[0] + work(tile))
     even = sum(work(tile) for _, tile in order) / len(ends)
-    assert max(ends) <= 1.02 * even
+    assert max(ends) <= 1.04 * even
 
 
 def test_equal_walks_are_not_interleaved(monkeypatch):

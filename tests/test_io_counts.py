@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -508,17 +509,23 @@ def test_walks_over_queries_are_those_of_the_kernels(name, kv_parts):
     launch, extras = _launched(problem, operands, backward_common.Launch, cut, kv_parts=kv_parts)
     gmem = backward_common.Gmem(*[None] * 6, extras=extras)
 
-    def of_block(_):
+    def of_block():
         walk = backward_common.find_walk(launch, gmem)
         return jnp.stack(
             [jnp.int32(x) for x in (walk.b, walk.share, walk.ki)]
             + [jnp.int32(walk.last) - jnp.int32(walk.first)]
         )
 
-    blocks = jax.vmap(of_block, axis_name="block")(jnp.arange(launch.num_blocks))
+    places = of_block
+    for axis, size in reversed(launch.grid.items()):
+        places = functools.partial(
+            jax.vmap(lambda _, inner=places: inner(), axis_name=axis), jnp.arange(size)
+        )
+    blocks = places().reshape(-1, 4)
     told = tile_walks(problem, operands, cut.block_q, cut.block_kv, by="kv", empty_too=True)
     told = np.broadcast_to(told.tiles, (BATCH, 1, launch.num_kv_tiles))
-    assert len({(b, share, ki) for b, share, ki, _ in blocks.tolist()}) == launch.num_blocks
+    assert len({(b, share, ki) for b, share, ki, _ in blocks.tolist()}) == len(blocks)
+    assert len(blocks) == launch.num_pairs * launch.num_kv_tiles
     for b, _, ki, steps in blocks.tolist():
         assert steps == told[b, 0, ki]
 

@@ -49,19 +49,39 @@ def test_file_map_is_complete():
         assert (ROOT / name).exists(), f"the file map names {name}, which does not exist"
 
 
-FIGURES = ["", "_more", "_variants", "_sustained", "_decode", "_deterministic"]
+FIGURES = "", "_causal", "_short", "_more", "_variants", "_sustained", "_decode", "_deterministic"
+
+
+def _told(name):
+    return json.loads((ROOT / "benchmarks" / f"h200{name}.json").read_text())
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_table_is_that_of_the_figures(name):
-    told = json.loads((ROOT / "benchmarks" / f"h200{name}.json").read_text())
-    assert benchmark.markdown_table(told) in README
+    assert benchmark.markdown_table(_told(name)) in README
+
+
+def test_second_process_gave_the_same():
+    for row, again in zip(_told("_short")["rows"], _told("_short_again")["rows"], strict=True):
+        a, b = (r["results"]["pallas_flash"]["both_ms"] for r in (row, again))
+        assert row["name"] == again["name"] and abs(a - b) < 0.01 * b
+
+
+def test_ratios_of_short_calls_are_those_of_the_figures():
+    rows = [row for name in ("_causal", "_short", "_short_again") for row in _told(name)["rows"]]
+    rows += [row for name in ("", "_again") for row in _told(name)["rows"] if row["length"] == 512]
+    short = [row for row in rows if row["length"] <= 512]
+    ratio = lambda row, what: benchmark._best_peer(row, what) / row["results"]["pallas_flash"][what]
+    kernels, wall = ([ratio(r, f"both{kind}_ms") for r in short] for kind in ("", "_wall"))
+    readme = re.sub(r"\s+", " ", README)
+    assert f"at least {math.floor(min(kernels) * 100) / 100:.2f} times as long" in readme
+    assert f"it is {math.floor(min(wall) * 100) / 100:.2f} to {max(wall):.2f} times" in readme
 
 
 @pytest.mark.parametrize("name", ["", "_again"])
 def test_means_and_least_ratios_are_those_of_the_figures(name):
     """Of D 64, 128 and 256 at four lengths, full and causal."""
-    told = json.loads((ROOT / "benchmarks" / f"h200{name}.json").read_text())
+    told = _told(name)
     is_grid = re.compile(r"d\d+-t(512|2048|8192|16384)-(full|causal)").fullmatch
     told["rows"] = [row for row in told["rows"] if is_grid(row["name"])]
     means = benchmark.geometric_means(told)
@@ -78,5 +98,4 @@ def test_means_and_least_ratios_are_those_of_the_figures(name):
 
 
 def test_table_of_plain_attention_is_that_of_the_figures():
-    told = json.loads((ROOT / "benchmarks" / "h200_naive.json").read_text())
-    assert benchmark.naive_table(told) in README
+    assert benchmark.naive_table(_told("_naive")) in README

@@ -19,7 +19,10 @@ factor 1 - tanh^2; dropout leaves its mark in the sign of P (`backward_common`, 
 
 dq is one tile late because dS of both consumers is needed for it: so no one waits for the other's
 current dS, and one consumer does exponentials while the other has the tensor cores. The float32
-adds into dq come in no fixed order, so dq is not equal from run to run; dk and dv are.
+adds into dq come in no fixed order, so dq is not equal from run to run; dk and dv are. Where one
+block has all keys, and tiles are whole, dq leaves it finished (`Launch.stores_dq`).
+
+Blocks are started in an order that lets the launch end with short walks (`Launch.head_group`).
 
 The gradient of a bias is dS summed over what shares the bias. Where that is 2, 4 or 8 batch rows of
 whole tiles, their blocks are a cluster: they keep step, copy one tile of the bias for all, and send

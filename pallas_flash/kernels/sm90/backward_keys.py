@@ -204,7 +204,7 @@ def _walk(c: _Consumer):
     done, before, turn = block.walk.over_tiles(launch, step, (jnp.int32(0),) * 3)
     if launch.make_dq:
         _issue_dq(c, _ds_slots(launch, done, turn)[1])
-        _add_dq(c, done - 1, before, in_flight=0)
+        _put_dq(c, done - 1, before, in_flight=0)
     return op.load(c.acc.dk), op.load(c.acc.dv, None)
 
 
@@ -237,7 +237,7 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
     _issue_dq(c, ds_slot_before)
     _publish_ds(c, ds_slot)
     op.wgmma(acc.dk, ds, q)
-    _add_dq(c, i - 1, before, in_flight=1)
+    _put_dq(c, i - 1, before, in_flight=1)
     op.wait(0)
     if launch.cluster > 1:
         cluster_sums.release_to_cluster()
@@ -358,7 +358,7 @@ def _issue_dq(c: _Consumer, slot) -> None:
         op.wgmma(c.acc.dq, common.transposed(smem.ds.at[slot, :, pl.ds(c.wg * m, m)]), smem.k)
 
 
-def _add_dq(c: _Consumer, i, row, in_flight: int) -> None:
+def _put_dq(c: _Consumer, i, row, in_flight: int) -> None:
     """The part that was issued, of tile i if there is one, is added to its place, or stored there.
 
     row: of this tile, see `Block.dq_row`.

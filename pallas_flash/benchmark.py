@@ -59,6 +59,11 @@ NO_PEERS = ("pallas_flash", "deterministic", REFERENCE, "naive")
 
 def kernel_times(function: Callable[..., Any], *args: Any) -> float:
     """Milliseconds of GPU kernels in one call: the sum over kernels of each one's median."""
+    return sum(kernel_medians(function, *args).values())
+
+
+def kernel_medians(function: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """Milliseconds of each GPU kernel in one call, by name."""
     from jax.experimental.mosaic.gpu import profiler
 
     for _ in range(WARM_UPS):
@@ -69,7 +74,7 @@ def kernel_times(function: Callable[..., Any], *args: Any) -> float:
     for run in runs:
         for name, milliseconds in run:
             by_name.setdefault(name, []).append(milliseconds)
-    return sum(statistics.median(t) * len(t) / LAUNCHES for t in by_name.values())
+    return {name: statistics.median(t) * len(t) / LAUNCHES for name, t in by_name.items()}
 
 
 def wall_times(function: Callable[..., Any], *args: Any) -> float:

@@ -323,7 +323,7 @@ def test_checkpoint_on_xla():
     ids=["named", "nothing"],
 )
 def test_checkpoint_policies_decide_how_often_the_forward_kernel_runs(policy, forward_kernels):
-    q, k, v = _qkv("mosaic_gpu", (1, 128, 2, 64))
+    q, k, v = _qkv("mosaic_gpu", (1, 256, 2, 64))
 
     def loss(q, k, v):
         attend = jax.checkpoint(lambda *x: jnp.sin(dot_product_attention(*x)), policy=policy)

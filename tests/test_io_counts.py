@@ -439,7 +439,7 @@ def test_deterministic_backward_has_no_sums():
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_dq_of_one_tile_of_keys_is_stored(mask):
-    problem, operands = _problem(MASKS[mask], q_len=256, kv_len=120)
+    problem, operands = _problem(MASKS[mask], q_len=256, kv_len=120, num_kv_heads=HEADS)
     counts = io_kernels.kernels_backward(problem, operands)
     assert [p.name for p in counts.passes] == ["statistics", "dk, dv and dq"]
     (dq,) = (a for a in counts.passes[-1].writes if a.tensor == "dq")

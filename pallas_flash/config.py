@@ -35,6 +35,7 @@ class ForwardConfig:
       blocks_per_sm: blocks that run at a time on a multiprocessor. More than one must be small: of
         one consumer, with their share of shared memory and of registers.
       head_group: heads whose K and V are meant to share L2.
+      head_tile: head dims are padded to a multiple of it.
     """
 
     compute_wgs: int = 2
@@ -47,6 +48,7 @@ class ForwardConfig:
     persistent: bool = True
     blocks_per_sm: int = 1
     head_group: int = 8
+    head_tile: int = HEAD_TILE
 
     def __post_init__(self):
         _require(self.compute_wgs in (1, 2, 3), f"compute_wgs={self.compute_wgs} must be 1, 2 or 3")
@@ -62,15 +64,18 @@ class ForwardConfig:
             "several consumers take all registers of a multiprocessor",
         )
         _require(self.head_group >= 1, f"head_group={self.head_group} must be at least 1")
+        _require(
+            self.head_tile >= 1 and self.head_tile % HEAD_TILE == 0,
+            f"head_tile={self.head_tile} must be a multiple of {HEAD_TILE}",
+        )
 
     @property
     def block_q(self) -> int:
         return 64 * self.compute_wgs
 
-    @staticmethod
-    def padded(head_dim: int) -> int:
+    def padded(self, head_dim: int) -> int:
         """head_dim or head_dim_v as the kernel sees it."""
-        return _up(head_dim, HEAD_TILE)
+        return _up(head_dim, self.head_tile)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,7 +107,7 @@ def cut(problem: Problem) -> tuple[ForwardConfig, int]:
     """How the kernel is cut, and into how many parts the keys are."""
     config_of = functools.partial(
         tuned.few_queries,
-        *map(ForwardConfig.padded, (problem.head_dim, problem.head_dim_v)),
+        *map(ForwardConfig().padded, (problem.head_dim, problem.head_dim_v)),
         has_soft_cap=problem.soft_cap is not None,
     )
     pairs = problem.batch * problem.num_kv_heads

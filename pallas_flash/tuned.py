@@ -82,6 +82,14 @@ _FORWARD_WITH_BIAS = {
 # Causal, T 4096, 16 heads: 518 at 80, 582 at 96; two overlapped: 473, 577.
 _FORWARD_NARROW = Tuned(_three_in_turn(output_through_q=True, rescale_threshold=8.0))
 
+# Head dims of one of these rows that are not equal, where an output that cannot be staged in Q has
+# no room: two consumers for three, or padded to equal ones.
+_FORWARD_UNEQUAL = {
+    (128, 128): Tuned(_two_overlapped(q_stages=2)),
+    (192, 192): Tuned(_two_overlapped(q_stages=2, block_kv=64, head_tile=192)),
+    (256, 256): Tuned(_two_overlapped(block_kv=64, persistent=False, head_tile=256)),
+}
+
 # Up to 512 queries and keys under a mask of bounds, with no further term: tiles of 192 queries are
 # cut much by either. Causal, T 512: 0.123 ms, in turn 0.142; without a mask 0.178 against 0.156.
 _FORWARD_SHORT = {(64, 64): Tuned(_two_overlapped(q_stages=2))}
@@ -188,7 +196,16 @@ def tuned_forward(
         return _FORWARD_NARROW
     if is_short and not has_terms and row in _FORWARD_SHORT:
         return _FORWARD_SHORT[row]
-    return _FORWARD[row][is_masked]
+    usual = _FORWARD[row][is_masked]
+    return usual if _has_room(usual.config, head_dim, head_dim_v) else _FORWARD_UNEQUAL[row]
+
+
+def _has_room(config: ForwardConfig, head_dim: int, head_dim_v: int) -> bool:
+    """Q, the rings of K and V, and an output that is not staged in Q, fit a block."""
+    output = 0 if config.output_through_q and head_dim == head_dim_v else head_dim_v
+    rows = config.block_q * (config.q_stages * head_dim + output)
+    rings = config.num_stages * config.block_kv * (head_dim + head_dim_v)
+    return 2 * (rows + rings) + 2048 <= hardware.SM90.smem_bytes  # lse and barriers
 
 
 def few_queries(
@@ -236,8 +253,7 @@ def tuned_dq(head_dim: int, head_dim_v: int) -> Tuned[DqConfig]:
 def forward_of(problem: Problem) -> ForwardConfig:
     """The configuration that the forward of this problem is launched with."""
     return tuned_forward(
-        ForwardConfig.padded(problem.head_dim),
-        ForwardConfig.padded(problem.head_dim_v),
+        *map(ForwardConfig().padded, (problem.head_dim, problem.head_dim_v)),
         is_masked=_is_masked(problem),
         has_terms=_has_terms(problem) or not problem.mask.is_bounds,
         is_short=bool(problem.mask.parts()) and max(problem.q_len, problem.kv_len) <= MOST_SHORT,

@@ -181,6 +181,9 @@ FUSED = (
     ),
     Case("head-dim-1", dims=(1, 3), q_len=70, kv_len=70),
     Case("mla-192-128-causal", dims=(192, 128), static=CAUSAL),
+    Case("unequal-224-256-causal", dims=(224, 256), q_len=70, static=CAUSAL),
+    Case("unequal-192-170", dims=(192, 170), q_len=70, kv_len=70),
+    Case("unequal-96-128-long", dims=(96, 128), q_len=64, kv_len=1024, heads=(1, 1)),
     Case("wide-value-64-200", dims=(64, 200)),
     Case(
         "kv-lengths-with-zero",

@@ -124,6 +124,7 @@ def _cases(head_dim):
     if head_dim == 192:  # the test of fewest cases
         yield 96, 96, "causal-lengths", "bfloat16"
         yield 96, 80, "causal-lengths", "float16", True
+        yield 96, 128, "full", "bfloat16"
     for head_dim_v in tuned.HEAD_DIMS:
         thorough = [v for v in THOROUGH if head_dim <= 128 or v[1] == "bfloat16"]
         for variant in thorough if head_dim == head_dim_v else BRIEF:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import hardware, masks, tuned
+from pallas_flash import masks
 from pallas_flash.config import DqConfig
 from pallas_flash.kernels.sm90 import backward_dq
 from pallas_flash.kernels.sm90.call import Extras
@@ -133,14 +133,6 @@ def test_rows_without_keys_have_no_gradient():
     dq = _run(case, arrays, mask=mask, window=np.array([[30, 0]], np.int32))
     assert np.isfinite(dq.astype(np.float64)).all()
     assert not dq[:, 100:].any()
-
-
-@pytest.mark.parametrize("head_dim", tuned.HEAD_DIMS)
-@pytest.mark.parametrize("head_dim_v", tuned.HEAD_DIMS)
-def test_tuned_configs_fit(head_dim, head_dim_v):
-    config = tuned.tuned_dq(head_dim, head_dim_v).config
-    needed = backward_dq.dq_smem_bytes(config, head_dim, head_dim_v, jnp.bfloat16)
-    assert needed <= hardware.SM90.smem_bytes
 
 
 def test_too_many_stages_are_refused():

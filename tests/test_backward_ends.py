@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import backward_common, backward_ends, mma, query_parts
+from pallas_flash.kernels.sm90 import backward_ends, backward_launch, mma, query_parts
 from tests.races import races_raise
 
 STRIP = 64
@@ -101,10 +101,10 @@ VARIANTS = {
 }
 
 
-def _launch(case: Case, variant: Variant, interpret: bool) -> backward_common.Launch:
+def _launch(case: Case, variant: Variant, interpret: bool) -> backward_launch.Launch:
     """Two tiles of keys: in interpret mode each adds into a dq of its own."""
     terms = {"soft_cap"} if variant.soft_cap else set()
-    return backward_common.Launch(
+    return backward_launch.Launch(
         batch=case.batch,
         q_len=case.q_len,
         kv_len=200,

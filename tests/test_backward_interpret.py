@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import dropout, hardware, masks
 from pallas_flash.config import BackwardConfig
-from pallas_flash.kernels.sm90 import backward, backward_common, backward_keys, backward_roles
+from pallas_flash.kernels.sm90 import backward, backward_keys, backward_launch, backward_roles
 from pallas_flash.kernels.sm90.call import Extras
 from tests.interpreted import int32, interpreted
 from tests.races import MISSING_WAIT, races_raise
@@ -376,7 +376,7 @@ def test_tiles_that_do_not_fit_are_refused():
 )
 def test_who_stores_the_gradient_of_a_bias(batch, bias, changes, peers):
     sizes = dict(head_dim=128, head_dim_v=128, q_len=256, kv_len=256, terms=frozenset({"bias"}))
-    launch = backward_common.Launch(
+    launch = backward_launch.Launch(
         batch=batch,
         num_q_heads=2,
         num_kv_heads=2,
@@ -410,7 +410,7 @@ def test_who_stores_dq(mask, q_len, kv_len, stores):
 
 
 def _launch(*, length, heads, kv_heads, mask, batch=1):
-    return backward_common.Launch(
+    return backward_launch.Launch(
         batch=batch,
         num_q_heads=heads,
         num_kv_heads=kv_heads,
@@ -427,7 +427,7 @@ def _launch(*, length, heads, kv_heads, mask, batch=1):
 def _order(launch, monkeypatch) -> list[tuple[int, int]]:
     """(pair, tile of keys) of each block, in the order in which a GPU starts them."""
     index = {}
-    monkeypatch.setattr(backward_common.lax, "axis_index", lambda name: index[name])
+    monkeypatch.setattr(backward_launch.lax, "axis_index", lambda name: index[name])
     found = []
     for place in np.ndindex(*launch.grid.values()):
         index |= zip(launch.grid, place, strict=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_flash import io_counts, io_kernels, masks, tuned
-from pallas_flash.kernels.sm90 import backward_common, tiles, visits
+from pallas_flash.kernels.sm90 import backward_common, backward_launch, tiles, visits
 from pallas_flash.kernels.sm90.call import Call, Extras
 from pallas_flash.problem import Operands, Problem
 from pallas_flash.tile_walks import NO_OPERANDS, tile_walks, visible_pairs
@@ -506,8 +506,8 @@ def test_walks_over_keys_are_those_of_the_kernels(name):
 def test_walks_over_queries_are_those_of_the_kernels(name, kv_parts):
     problem, operands = _problem(MASKS.get(name, BEGINS_PAST_THE_END))
     cut = tuned.backward_of(problem)
-    launch, extras = _launched(problem, operands, backward_common.Launch, cut, kv_parts=kv_parts)
-    gmem = backward_common.Gmem(*[None] * 6, extras=extras)
+    launch, extras = _launched(problem, operands, backward_launch.Launch, cut, kv_parts=kv_parts)
+    gmem = backward_launch.Gmem(*[None] * 6, extras=extras)
 
     def of_block():
         walk = backward_common.find_walk(launch, gmem)

@@ -6,7 +6,7 @@ import pytest
 
 from pallas_flash import masks, tuned
 from pallas_flash.hardware import SM90
-from pallas_flash.kernels.sm90 import backward, backward_common, backward_dq, forward
+from pallas_flash.kernels.sm90 import backward, backward_dq, backward_launch, forward
 from pallas_flash.kernels.sm90.smem import smem_bytes
 from pallas_flash.problem import Problem
 
@@ -33,7 +33,7 @@ def _problem(head_dim, head_dim_v, mask, length, dtype, **terms):
 
 
 def _launch(problem, config):
-    return backward_common.Launch(
+    return backward_launch.Launch(
         batch=problem.batch,
         q_len=problem.q_len,
         kv_len=problem.kv_len,

@@ -68,13 +68,14 @@ from pallas_flash import dropout, io_kernels, masks
 from pallas_flash.config import BackwardConfig
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import backward_keys, backward_roles
-from pallas_flash.kernels.sm90.backward_common import Block, Gmem, Launch
+from pallas_flash.kernels.sm90.backward_common import Block
 from pallas_flash.kernels.sm90.backward_ends import (
     Statistics,
     finish_dq,
     row_statistics,
     zeros_after,
 )
+from pallas_flash.kernels.sm90.backward_launch import Gmem, Launch
 from pallas_flash.kernels.sm90.call import NO_EXTRAS, Extras, with_bias
 from pallas_flash.kernels.sm90.cost import cost_estimate
 from pallas_flash.kernels.sm90.smem import check_smem

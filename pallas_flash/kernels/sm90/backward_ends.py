@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import loads, query_parts, registers
-from pallas_flash.kernels.sm90.backward_common import Launch
+from pallas_flash.kernels.sm90.backward_launch import Launch
 from pallas_flash.kernels.sm90.call import Call, div, rem
 from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
 from pallas_flash.kernels.sm90.smem import tiled_smem
@@ -326,7 +326,7 @@ def _statistics_of(rows: _Rows) -> list[Any]:
 
 
 def _dq_sums(launch: Launch) -> jax.ShapeDtypeStruct:
-    """What dq is added into, see `backward_common.Gmem`."""
+    """What dq is added into, see `backward_launch.Gmem`."""
     writers = launch.op.dq_writers(launch.num_kv_tiles)
     tiles, tile = launch.num_q_heads * launch.num_q_tiles, launch.config.block_q * launch.head_dim
     return jax.ShapeDtypeStruct((writers, launch.batch, tiles, tile), jnp.float32)

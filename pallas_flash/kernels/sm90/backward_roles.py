@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import logits, registers
-from pallas_flash.kernels.sm90.backward_common import Block, Launch, Ref
+from pallas_flash.kernels.sm90.backward_common import Block, Ref
+from pallas_flash.kernels.sm90.backward_launch import Launch
 from pallas_flash.kernels.sm90.smem import tiled_smem
 
 KEYS = 64

@@ -201,11 +201,19 @@ def tuned_forward(
 
 
 def _has_room(config: ForwardConfig, head_dim: int, head_dim_v: int) -> bool:
-    """Q, the rings of K and V, and an output that is not staged in Q, fit a block."""
+    """What the forward holds fits a block."""
+    fixed, stage = _forward_bytes(config, head_dim, head_dim_v)
+    return fixed + config.num_stages * stage <= hardware.SM90.smem_bytes
+
+
+def _forward_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Shared memory of Q, an output that is not staged there, lse and barriers; of K and V a stage.
+
+    An upper bound; `tests/test_tuned.py` holds what it lets through to the scratch of the launch.
+    """
     output = 0 if config.output_through_q and head_dim == head_dim_v else head_dim_v
-    rows = config.block_q * (config.q_stages * head_dim + output)
-    rings = config.num_stages * config.block_kv * (head_dim + head_dim_v)
-    return 2 * (rows + rings) + 2048 <= hardware.SM90.smem_bytes  # lse and barriers
+    fixed = 2 * config.block_q * (config.q_stages * head_dim + output) + 2048
+    return fixed, 2 * config.block_kv * (head_dim + head_dim_v)
 
 
 def few_queries(
@@ -231,11 +239,9 @@ def few_queries(
     else:  # overlapped, head dims above 128 spill with a mask and a soft cap
         block_kv = 128 if head_dim + head_dim_v <= 256 else 64
         config = _one_consumer(block_kv=block_kv, overlap=head_dim_v <= 128)
-    out_width = 0 if head_dim == head_dim_v else head_dim_v
-    fixed_bytes = 2 * config.block_q * (head_dim + out_width) + 2048  # Q, out, lse and barriers
-    stage_bytes = 2 * config.block_kv * (head_dim + head_dim_v)
-    room = hardware.SM90.smem_share(config.blocks_per_sm) - fixed_bytes
-    return dataclasses.replace(config, num_stages=room // stage_bytes)
+    fixed, stage = _forward_bytes(config, head_dim, head_dim_v)
+    room = hardware.SM90.smem_share(config.blocks_per_sm) - fixed
+    return dataclasses.replace(config, num_stages=room // stage)
 
 
 def tuned_backward(head_dim: int, head_dim_v: int, *, is_masked: bool) -> Tuned[BackwardConfig]:

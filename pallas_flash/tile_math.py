@@ -57,15 +57,19 @@ def squashed(scores, factor, top, *, reciprocal=None, all_within=None):
     """
 
     def any_tanh():
-        power = 1.0 + jnp.exp2(scores * (factor * (2 * LOG2E)))
-        below = 2.0 * top / power if reciprocal is None else 2.0 * top * reciprocal(power)
-        return top - below
+        return top - 2.0 * top * half_below_one(scores, factor, reciprocal)
 
     if all_within is None:
         return any_tanh()
     has_powers = (factor > 1e-6) & (factor < 1e6)  # the fifth is a float32
     is_small = all_within(scores, jnp.where(has_powers, _SMALL / factor, -1.0))
     return lax.cond(is_small, lambda: _small_tanh(scores, factor, top), any_tanh)
+
+
+def half_below_one(scores, factor, reciprocal=None):
+    """(1 - tanh(factor * scores)) / 2, for factor > 0; reciprocal: as in `squashed`."""
+    power = 1.0 + jnp.exp2(scores * (factor * (2 * LOG2E)))
+    return 1.0 / power if reciprocal is None else reciprocal(power)
 
 
 def _small_tanh(scores, factor, top):

@@ -131,13 +131,41 @@ def finish(
     if u.squash is not None:
         ways = _ways_to_squash(call, place.q_axis, masked=masked, in_parts=in_parts)
         scores = squashed = tile_math.squashed(products, u.squash, u.top, **ways)
-        if "bias" in call.terms:  # of -inf: hidden, though its tanh is finite
-            scores = masks.hide(scores, products > -jnp.inf)
+    scores = _hidden(call, extras, place, bounds, scores, products, masked=masked)
+    return Scores(scores, squashed)
+
+
+def exponents_below(
+    call: Call,
+    extras: Extras,
+    place: Place,
+    bounds: masks.Bounds,
+    u: Units,
+    products,
+    offset,
+    *,
+    masked: bool,
+    in_parts: bool,
+):
+    """With a soft cap, from the finished accumulator: offset - 2 u.log2 r, and r = (1 - tanh) / 2.
+
+    One product fewer than by way of the tanh: the offset has the cap in it.
+    """
+    ways = _ways_to_squash(call, place.q_axis, masked=masked, in_parts=in_parts)
+    below = tile_math.half_below_one(products, u.squash, ways.get("reciprocal"))
+    exponents = below * (-2.0 * u.log2) + offset
+    return _hidden(call, extras, place, bounds, exponents, products, masked=masked), below
+
+
+def _hidden(call: Call, extras: Extras, place: Place, bounds, scores, products, *, masked: bool):
+    """Scores, or what adds to them, -inf where hidden; products: what they were made from."""
+    if "soft_cap" in call.terms and "bias" in call.terms:  # of -inf: its tanh is finite
+        scores = masks.hide(scores, products > -jnp.inf)
     if masked:
         scores = call.op.hide_outside(scores, bounds, place.q0, place.kv0, place.q_axis)
         values = _mask_values(call, extras, place)
         scores = masks.hide(scores, call.mask.allowed_beyond_bounds(None, None, values))
-    return Scores(scores, squashed)
+    return scores
 
 
 def _ways_to_squash(call: Call, q_axis: int, *, masked: bool, in_parts: bool) -> dict[str, Any]:

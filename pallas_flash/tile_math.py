@@ -85,6 +85,11 @@ def sloped(weights, squashed):
     return weights if squashed is None else weights * (1.0 - squashed * squashed)
 
 
+def share_of_slope(below):
+    """A quarter of that derivative, from `half_below_one`."""
+    return below - below * below
+
+
 def alibi(slope, q_pos, kv_pos, shift: int):
     """-slope * |kv_pos - q_pos - shift|, the broadcast of the three, in the dtype of slope.
 

@@ -192,7 +192,9 @@ def flash_backward(
         launch = dataclasses.replace(launch, peers=_peers(launch, extras))
     check_smem(f"backward with {config}", _gpu_scratch(launch))
 
-    statistics = row_statistics(launch, out, dout, lse, dlse, scale, extras.query_lengths)
+    statistics = row_statistics(
+        launch, out, dout, lse, dlse, scale, extras.soft_cap, extras.query_lengths
+    )
     of_queries = {name: getattr(statistics, name) for name in launch.statistics}
     extras_here = prepared(launch, extras, by_kv=True, at_least_one=False)
     operands = Gmem(q, k, v, dout, **of_queries, scale=scale, extras=extras_here)

@@ -157,59 +157,40 @@ class Block:
         statistic = per_query(alone.at[slot], rows)
         return statistic if onto is None else statistic + onto
 
-    def neg_lse_apart(self, slot: Int, first: int, place: logits.Place, plus=0.0):
-        """plus - lse of the tile's queries from `first` on, for a tile as `place` has it.
+    def neg_lse_apart(self, slot: Int, first: int, place: logits.Place):
+        """What a soft cap's exponents add for the queries from `first` on, in a tile of `place`.
 
-        After a soft cap; None without one.
+        None without one.
         """
         if "soft_cap" not in self.launch.terms:
             return None
         rows, queries = place.shape
-        return per_query(self.smem.neg_lse.at[slot, pl.ds(first, queries)], rows, plus)
+        return per_query(self.smem.neg_lse.at[slot, pl.ds(first, queries)], rows)
 
-    def weights_below(self, products, offset, place, units, *, masked: bool, is_tame):
-        """4 P and the slope of the soft cap over 4, by way of r = (1 - tanh) / 2: r - r^2.
-
-        offset: 2 + cap - lse, log2 units, of the tile's queries.
-        """
-        exponents, below = logits.exponents_below(
-            self.launch,
-            self.gmem.extras,
-            place,
-            self.walk.bounds,
-            units,
-            products,
-            offset,
-            masked=masked,
-            in_parts=place.shape[1] < self.launch.config.block_q,
-        )
-        # Rounding at large biases: a weight is at most 1.
-        at_most_2 = lambda: jnp.minimum(exponents, 2.0)
-        exponents = tile_math.if_any(is_tame, lambda: exponents, at_most_2)
-        return jnp.exp2(exponents), below - below * below
-
-    def exponents(self, products, neg_lse, place, units, *, masked: bool, is_tame):
-        """log2 of P from the finished accumulator, and the tanh of a soft cap or None.
+    def weights(self, products, neg_lse, place, units, *, masked: bool, is_tame):
+        """P from the finished accumulator, and None; with a soft cap 4 P and a quarter of its slope.
 
         neg_lse: as `neg_lse_apart` has it.
         """
-        bounds, extras = self.walk.bounds, self.gmem.extras
-        scores, squashed = logits.finish(
-            self.launch,
-            extras,
-            place,
-            bounds,
-            units,
-            products,
-            masked=masked,
-            in_parts=place.shape[1] < self.launch.config.block_q,
-        )
-        exponents = scores * units.log2
-        if neg_lse is not None:
-            exponents += neg_lse
+        at = self.launch, self.gmem.extras, place, self.walk.bounds, units, products
+        if neg_lse is None:
+            scores, below = logits.finish(*at, masked=masked).scores, None
+            exponents, most = scores * units.log2, 0.0
+        else:
+            in_parts = place.shape[1] < self.launch.config.block_q
+            exponents, below = logits.capped_exponents(
+                *at, neg_lse, masked=masked, in_parts=in_parts
+            )
+            most = 2.0
         # Rounding at large biases: a weight is at most 1.
-        at_most_0 = lambda: jnp.minimum(exponents, 0.0)
-        return tile_math.if_any(is_tame, lambda: exponents, at_most_0), squashed
+        at_most = lambda: jnp.minimum(exponents, most)
+        exponents = tile_math.if_any(is_tame, lambda: exponents, at_most)
+        slope = None if below is None else tile_math.share_of_slope(below)
+        return jnp.exp2(exponents), slope
+
+    def unshared(self, dv):
+        """dv of P from that of the weights."""
+        return dv * logits.SHARE_OF_SLOPE if "soft_cap" in self.launch.terms else dv
 
     def signed_by_dropout(self, p, place: logits.Place):
         """P, negative where dropped: whoever has it knows both, in no more registers."""
@@ -383,10 +364,9 @@ def zeros(shape: tuple[int, int], layout=registers.ACC_LAYOUT):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def per_query(ref: Ref, rows: int, plus=0.0) -> jax.Array:
-    """One value a query, and `plus` -> [rows, block_q], the same in every key row."""
+def per_query(ref: Ref, rows: int) -> jax.Array:
+    """One value a query -> [rows, block_q], the same in every key row."""
     values = plgpu.load(ref, layout=registers.COL_LAYOUT)
-    values = values if isinstance(plus, float) and plus == 0.0 else values + plus
     return lax.broadcast_in_dim(values, (rows, ref.shape[0]), (1,))
 
 

@@ -29,8 +29,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import tile_math
-from pallas_flash.kernels.sm90 import loads, query_parts, registers
+from pallas_flash.kernels.sm90 import loads, logits, query_parts, registers
 from pallas_flash.kernels.sm90.backward_launch import Launch
 from pallas_flash.kernels.sm90.call import Call, div, rem
 from pallas_flash.kernels.sm90.mma_interpret import InterpretOps
@@ -48,9 +47,9 @@ class Statistics(NamedTuple):
 
     Attributes:
       parts: bfloat16 (B, N, q tiles * block_q, 8), the next two for a product, see `query_parts`.
-      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores; in log2 units with a
-        soft cap, after which it is added. -inf for a row that sees no key or lies behind a length
-        or T.
+      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores; with a soft cap, after
+        which it is added, `logits.capped_offset` of it. -inf for a row that sees no key or lies
+        behind a length or T.
       neg_delta: float32, the same shape: dlse - rowsum(out * dout), over the factor of dropout, as
         dP arrives; 0 where neg_lse is -inf.
       dq: float32 zeros to add dq into, (writers, B, N * q tiles, block_q * H); None unless the
@@ -73,7 +72,8 @@ class Statistics(NamedTuple):
 class _Rows(NamedTuple):
     """What `row_statistics` reads, in global memory; None where absent.
 
-    per_lse: float32 (1|B,), from lse to the units of the scores.
+    per_lse: float32 (1|B,), from lse to the units of the scores, without a soft cap.
+    soft_cap: float32 (1|B,).
     """
 
     out: Any
@@ -81,6 +81,7 @@ class _Rows(NamedTuple):
     lse: Any
     dlse: Any
     per_lse: Any
+    soft_cap: Any
     query_lengths: Any
 
 
@@ -91,6 +92,7 @@ def row_statistics(
     lse: jax.Array,
     dlse: jax.Array | None,
     scale: jax.Array,
+    soft_cap: jax.Array | None = None,
     query_lengths: jax.Array | None = None,
 ) -> Statistics:
     """What runs before the fused backward of this launch.
@@ -103,6 +105,7 @@ def row_statistics(
       lse: float32 (B, N, >= q_len), natural log; -inf for a row that sees no key.
       dlse: float32 (B, N, >= q_len), or None for 0.
       scale: float32 (1|B,), positive.
+      soft_cap: float32 (1|B,), positive, where the launch has one.
       query_lengths: int32 (B,), in [0, q_len].
     """
     heads, strips = launch.num_q_heads, launch.num_q_tiles * launch.config.block_q // STRIP
@@ -111,7 +114,8 @@ def row_statistics(
         dout=dout,
         lse=whole_strips(launch, lse, -jnp.inf),
         dlse=None if dlse is None else whole_strips(launch, dlse, 0.0),
-        per_lse=None if "soft_cap" in launch.terms else 1.0 / scale,
+        per_lse=1.0 / scale if soft_cap is None else None,
+        soft_cap=soft_cap,
         query_lengths=query_lengths,
     )
     given, structure = jax.tree.flatten(rows)
@@ -369,12 +373,15 @@ def _statistics(launch: Launch, rows: _Rows, tiles, read, b, row0):
         neg_delta = neg_delta + plgpu.load(read.at[1], layout=layout)
     if launch.dropout_rate:
         neg_delta = neg_delta * (1.0 - launch.dropout_rate)
-    per_lse = tile_math.LOG2E if rows.per_lse is None else _of_row(rows.per_lse, b)
+    if rows.soft_cap is None:
+        neg_lse = -lse * _of_row(rows.per_lse, b)
+    else:
+        neg_lse = logits.capped_offset(lse, _of_row(rows.soft_cap, b))
     sees = lse > -jnp.inf
     if rows.query_lengths is not None:
         row = row0 + plgpu.broadcasted_iota(jnp.int32, (STRIP,), 0, layout=layout)
         sees &= row < rows.query_lengths[b]
-    return jnp.where(sees, -lse * per_lse, -jnp.inf), jnp.where(sees, neg_delta, 0.0)
+    return jnp.where(sees, neg_lse, -jnp.inf), jnp.where(sees, neg_delta, 0.0)
 
 
 def _no_statistics(launch: Launch):

@@ -255,8 +255,7 @@ def _probs(c: _Consumer, slot, place: logits.Place, *, masked: bool, is_tame):
     op, launch, dout = c.block.launch.op, c.block.launch, c.block.smem.dout.at[slot]
     block_q, width = launch.config.block_q, _columns_at_a_time(launch)
     part_at = lambda first: place._replace(q0=place.q0 + first, shape=(ROWS, width))
-    plus = c.units.log2 + 2.0
-    load_lse = lambda first: c.block.neg_lse_apart(slot, first, part_at(first), plus)
+    load_lse = lambda first: c.block.neg_lse_apart(slot, first, part_at(first))
     parts = []
     # Behind exponentials in the queue a load takes 90 cycles. For a whole tile ahead there are no
     # registers: 240 bytes of spills for 148, with dropout.
@@ -272,8 +271,7 @@ def _probs(c: _Consumer, slot, place: logits.Place, *, masked: bool, is_tame):
             neg_lse = load_lse(first)
         elif first + width < block_q:
             lse_ahead = load_lse(first + width)
-        make = c.block.exponents if neg_lse is None else c.block.weights_below
-        made, slope = make(
+        weights, slope = c.block.weights(
             products[:, first : first + width],
             neg_lse,
             some,
@@ -281,7 +279,7 @@ def _probs(c: _Consumer, slot, place: logits.Place, *, masked: bool, is_tame):
             masked=masked,
             is_tame=is_tame,
         )
-        p = c.block.signed_by_dropout(jnp.exp2(made) if neg_lse is None else made, some)
+        p = c.block.signed_by_dropout(weights, some)
         p_kept = c.block.kept(p).astype(launch.dtype)
         parts.append(p if slope is None else p * slope)
         if width == block_q:
@@ -385,7 +383,7 @@ def _finish(block: Block, wg, dk, dv) -> None:
     plgpu.barrier_wait(block.bars.done)
     mine, row0 = pl.ds(wg * ROWS, ROWS), block.walk.kv0 + wg * ROWS
     dk *= block.dk_factor()  # read again: kept, it would cost the loop a register
-    dv = block.undropped(dv) * (0.25 if "soft_cap" in block.launch.terms else 1.0)
+    dv = block.unshared(block.undropped(dv))
     common.store_grad(block, dk, block.smem.k.at[mine], block.gmem.dk, row0)
     common.store_grad(block, dv, block.smem.v.at[mine], block.gmem.dv, row0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

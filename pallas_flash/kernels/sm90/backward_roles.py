@@ -180,10 +180,10 @@ def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
     keys = smem.k.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, keys, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
     products, neg_lse = op.load(c.acc.x), c.block.neg_lse_apart(slot, 0, place)
-    exponents, _ = c.block.exponents(
+    weights, _ = c.block.weights(
         products, neg_lse, place, c.units, masked=masked, is_tame=is_tame
     )
-    p = c.block.signed_by_dropout(jnp.exp2(exponents), place)
+    p = c.block.signed_by_dropout(weights, place)
     p = p.astype(c.block.launch.dtype)
     smem.p[slot] = p
     plgpu.barrier_arrive(c.block.bars.p_ready.at[slot])
@@ -198,7 +198,8 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
     p = plgpu.load(smem.p.at[slot], layout=registers.ACC_LAYOUT).astype(jnp.float32)
-    p = tile_math.sloped(p, _squashed(c, jnp.abs(p), slot))
+    if c.units.squash is not None:
+        p *= tile_math.share_of_slope(_below(c, jnp.abs(p), slot))
     # This role runs masked and plain steps alike and sees no bias: it asks whether any step hides.
     has_hidden = c.block.walk.hides or "bias" in c.block.launch.terms
     dlogits = c.block.dlogits(p, op.load(c.acc.x), slot, has_hidden=has_hidden)
@@ -212,12 +213,10 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     return ds
 
 
-def _squashed(c: _Consumer, p, slot):
-    """The tanh of the soft cap, from P = 2^(log2 * tanh - lse); None without a cap."""
-    if c.units.squash is None:
-        return None
-    neg_lse = common.per_query(c.block.smem.neg_lse.at[slot], KEYS)
-    from_p = (jnp.log2(p) - neg_lse) * (1.0 / c.units.log2)
+def _below(c: _Consumer, p, slot):
+    """The r of `logits.capped_exponents`, from the weights; 0 where they are."""
+    offset = common.per_query(c.block.smem.neg_lse.at[slot], KEYS)
+    from_p = (offset - jnp.log2(p)) * (0.5 / c.units.log2)
     return jnp.where(p > 0.0, from_p, 0.0)
 
 
@@ -248,7 +247,7 @@ def _finish(block: Block, role: int, grad) -> None:
     plgpu.barrier_arrive(block.bars.done)
     plgpu.barrier_wait(block.bars.done)
     smem, gmem = block.smem, block.gmem
-    grad = grad * block.dk_factor() if role == DK_OWNER else block.undropped(grad)
+    grad = grad * block.dk_factor() if role == DK_OWNER else block.unshared(block.undropped(grad))
     buffer, out = (smem.v, gmem.dv) if role == DV_OWNER else (smem.k, gmem.dk)
     common.store_grad(block, grad, buffer, out, block.walk.kv0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -10,6 +10,7 @@ the cap, so that logits * log2(e) = scores * Units.log2 either way.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -135,7 +136,15 @@ def finish(
     return Scores(scores, squashed)
 
 
-def exponents_below(
+SHARE_OF_SLOPE = 0.25
+
+
+def capped_offset(lse, soft_cap):
+    """2 + cap - lse in log2 units: what `capped_exponents` adds, from a natural log-sum-exp."""
+    return (soft_cap - lse) * tile_math.LOG2E - math.log2(SHARE_OF_SLOPE)
+
+
+def capped_exponents(
     call: Call,
     extras: Extras,
     place: Place,
@@ -147,9 +156,10 @@ def exponents_below(
     masked: bool,
     in_parts: bool,
 ):
-    """With a soft cap, from the finished accumulator: offset - 2 u.log2 r, and r = (1 - tanh) / 2.
+    """With a soft cap, from the finished accumulator: log2 of 4 P, and r = (1 - tanh) / 2.
 
-    One product fewer than by way of the tanh: the offset has the cap in it.
+    A logit is cap - 2 cap r, and the slope of the cap 4 (r - r^2). So `capped_offset` has the cap,
+    and P the 4 of the slope: two products fewer than by way of the tanh.
     """
     ways = _ways_to_squash(call, place.q_axis, masked=masked, in_parts=in_parts)
     below = tile_math.half_below_one(products, u.squash, ways.get("reciprocal"))

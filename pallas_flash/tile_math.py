@@ -85,8 +85,11 @@ def sloped(weights, squashed):
     return weights if squashed is None else weights * (1.0 - squashed * squashed)
 
 
+SHARE_OF_SLOPE = 0.25
+
+
 def share_of_slope(below):
-    """A quarter of that derivative, from `half_below_one`."""
+    """SHARE_OF_SLOPE of that derivative, from `half_below_one`."""
     return below - below * below
 
 

@@ -135,6 +135,7 @@ class Given:
     lse: np.ndarray
     dlse: np.ndarray
     scale: np.ndarray
+    soft_cap: np.ndarray
 
 
 def _given(case: Case) -> Given:
@@ -148,31 +149,39 @@ def _given(case: Case) -> Given:
         x[~case.valid(case.padded)] = spoiled
     dlse.swapaxes(1, 2)[~case.valid(case.q_len)] = np.nan
     scale = 0.3 + np.arange(case.batch, dtype=np.float32)
-    return Given(out, dout, lse, dlse, scale)
+    return Given(out, dout, lse, dlse, scale, 7.0 * scale)
 
 
 def _wanted(case: Case, variant: Variant, given: Given) -> tuple[np.ndarray, np.ndarray]:
-    """-lse and -delta (B, N, tiles * block_q) in float64, from the definition."""
+    """-lse and -delta (B, N, tiles * block_q) in float64, from the definition.
+
+    With a soft cap log2 of 4 exp(cap - lse) for the first.
+    """
     rows = case.tiles * case.block_q
     pads = ((0, 0), (0, 0), (0, rows - case.q_len))
     pad = lambda x, fill: np.pad(x.astype(np.float64), pads, constant_values=fill)
     sees = (pad(given.lse, -np.inf) > -np.inf) & case.valid(rows)[:, None]
-    units = np.log2(np.e) if variant.soft_cap else 1 / given.scale[:, None, None]
     dots = np.einsum("btnh,btnh->bnt", *(x.astype(np.float64) for x in (given.out, given.dout)))
     delta = dots[..., : case.q_len] - (given.dlse if variant.has_dlse else 0.0)
     neg_delta = np.where(sees, -pad(delta, 0.0) * (1 - variant.dropout_rate), 0.0)
-    return np.where(sees, -pad(given.lse, 0.0) * units, -np.inf), neg_delta
+    lse, per_row = pad(given.lse, 0.0), lambda x: x[:, None, None]
+    if variant.soft_cap:
+        neg_lse = 2 + (per_row(given.soft_cap) - lse) * np.log2(np.e)
+    else:
+        neg_lse = -lse / per_row(given.scale)
+    return np.where(sees, neg_lse, -np.inf), neg_delta
 
 
 def _check_statistics(case: Case, variant: Variant, interpret: bool) -> None:
     given, launch = _given(case), _launch(case, variant, interpret)
     if not variant.has_scales:
-        given.scale = given.scale[:1]
+        given.scale, given.soft_cap = given.scale[:1], given.soft_cap[:1]
     lengths = case.launch_arguments()["query_lengths"]
     dlse = given.dlse if variant.has_dlse else None
+    soft_cap = given.soft_cap if variant.soft_cap else None
     run = lambda *x: backward_ends.row_statistics(launch, *x, query_lengths=lengths)
     with races_raise():
-        made = jax.jit(run)(given.out, given.dout, given.lse, dlse, given.scale)
+        made = jax.jit(run)(given.out, given.dout, given.lse, dlse, given.scale, soft_cap)
         made = jax.tree.map(np.asarray, made)
     names = launch.statistics
     made_names = [n for n in ("parts", "neg_lse", "neg_delta") if getattr(made, n) is not None]

@@ -14,8 +14,8 @@ from registers:
     dq  += dS K                       one tile late, added to global memory in float32
 
 (Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2.) Bias and ALiBi are in the accumulator of S
-from the start, too; with a soft cap S becomes its tanh before lse is subtracted, and dS gets the
-factor 1 - tanh^2; dropout leaves its mark in the sign of P (`backward_common`, `logits`).
+from the start, too; with a soft cap lse is subtracted after the tanh, and dS gets the factor
+1 - tanh^2 (`logits.capped_exponents`); dropout leaves its mark in the sign of P.
 
 dq is one tile late because dS of both consumers is needed for it: so no one waits for the other's
 current dS, and one consumer does exponentials while the other has the tensor cores. The float32
@@ -42,7 +42,7 @@ and there is room) the bias; slots of dS; with roles slots of P. dk and dv leave
 | tile_consumed[stage] | each consumer, its products done | producer | num_stages of 2 |
 | ds_ready[slot] | keys: consumers; roles: owner of dk | who makes dq | 3, 4 of 2; 2 of 1 |
 | p_ready[stage] (roles) | owner of dv | owner of dk | num_stages of 1 |
-| token (keys, soft cap, head dims to 64) | who has made its weights | the other | of both |
+| token (keys, soft cap) | who has made its weights | the other | of both |
 | done | each consumer, at the end | each consumer: K and V are free | 1 of 2 |
 | summed (cluster) | producers of the cluster: parts are read | producers | 1 of 1 a block |
 | arrived (cluster) | copies from other blocks, and what they bring | producer | 1 of 1 |

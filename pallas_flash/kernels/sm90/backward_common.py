@@ -168,29 +168,30 @@ class Block:
         return per_query(self.smem.neg_lse.at[slot, pl.ds(first, queries)], rows)
 
     def weights(self, products, neg_lse, place, units, *, masked: bool, is_tame):
-        """P from the finished accumulator, and None; with a soft cap 4 P and a quarter of its slope.
+        """P from the finished accumulator, and None.
+
+        With a soft cap P over `tile_math.SHARE_OF_SLOPE`, and that share of the cap's slope.
 
         neg_lse: as `neg_lse_apart` has it.
         """
         at = self.launch, self.gmem.extras, place, self.walk.bounds, units, products
         if neg_lse is None:
-            scores, below = logits.finish(*at, masked=masked).scores, None
-            exponents, most = scores * units.log2, 0.0
+            scores = logits.finish(*at, masked=masked).scores
+            exponents, slope, most = scores * units.log2, None, 0.0
         else:
             in_parts = place.shape[1] < self.launch.config.block_q
             exponents, below = logits.capped_exponents(
                 *at, neg_lse, masked=masked, in_parts=in_parts
             )
-            most = 2.0
+            slope, most = tile_math.share_of_slope(below), 2.0
         # Rounding at large biases: a weight is at most 1.
         at_most = lambda: jnp.minimum(exponents, most)
         exponents = tile_math.if_any(is_tame, lambda: exponents, at_most)
-        slope = None if below is None else tile_math.share_of_slope(below)
         return jnp.exp2(exponents), slope
 
-    def unshared(self, dv):
-        """dv of P from that of the weights."""
-        return dv * logits.SHARE_OF_SLOPE if "soft_cap" in self.launch.terms else dv
+    def of_p(self, dv):
+        """From sums of these weights times dout to those of P."""
+        return dv * tile_math.SHARE_OF_SLOPE if "soft_cap" in self.launch.terms else dv
 
     def signed_by_dropout(self, p, place: logits.Place):
         """P, negative where dropped: whoever has it knows both, in no more registers."""

@@ -47,9 +47,9 @@ class Statistics(NamedTuple):
 
     Attributes:
       parts: bfloat16 (B, N, q tiles * block_q, 8), the next two for a product, see `query_parts`.
-      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores; with a soft cap, after
-        which it is added, `logits.capped_offset` of it. -inf for a row that sees no key or lies
-        behind a length or T.
+      neg_lse: float32 (B, N, q tiles * block_q), -lse in units of the scores; with a soft cap,
+        after which it is added, `logits.capped_offset` of lse. -inf for a row that sees no key or
+        lies behind a length or T.
       neg_delta: float32, the same shape: dlse - rowsum(out * dout), over the factor of dropout, as
         dP arrives; 0 where neg_lse is -inf.
       dq: float32 zeros to add dq into, (writers, B, N * q tiles, block_q * H); None unless the

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import dropout, masks, tile_math
+from pallas_flash import dropout, masks
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import cluster_sums, logits
 from pallas_flash.kernels.sm90.backward_common import Block, Ref
@@ -200,7 +200,7 @@ def _walk(c: _Consumer):
     """All tiles; returns dk (before the scale) and dv of this consumer's keys."""
     block, launch, op = c.block, c.block.launch, c.block.launch.op
     step = functools.partial(_step, c)
-    if _weights_in_turn(launch):
+    if _queries_in_turn(launch):
         op.token_start(c.wg, common.CONSUMERS)
     done, before, turn = block.walk.over_tiles(launch, step, (jnp.int32(0),) * 3)
     if launch.make_dq:
@@ -261,7 +261,7 @@ def _probs(c: _Consumer, slot, place: logits.Place, *, masked: bool, is_tame):
     # registers: 240 bytes of spills for 148, with dropout.
     looks_ahead = width < block_q
     lse_ahead = load_lse(0) if looks_ahead else None
-    in_turn = _weights_in_turn(launch)
+    in_turn = _queries_in_turn(launch)
     if in_turn:
         op.token_take(c.wg)
     products = op.load(c.acc.s, 1)
@@ -271,6 +271,8 @@ def _probs(c: _Consumer, slot, place: logits.Place, *, masked: bool, is_tame):
             neg_lse = load_lse(first)
         elif first + width < block_q:
             lse_ahead = load_lse(first + width)
+        if in_turn and first == in_turn:
+            op.token_pass(1 - c.wg, common.CONSUMERS)
         weights, slope = c.block.weights(
             products[:, first : first + width],
             neg_lse,
@@ -286,32 +288,45 @@ def _probs(c: _Consumer, slot, place: logits.Place, *, masked: bool, is_tame):
             op.wgmma(c.acc.dv, p_kept, dout)
         else:
             op.wgmma_rows(c.acc.dv, p_kept, dout, first)
-    if in_turn:
+    if in_turn == block_q:
         op.token_pass(1 - c.wg, common.CONSUMERS)
     return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0], len(parts)
 
 
-def _weights_in_turn(launch: Launch) -> bool:
-    """A consumer makes its weights while the other does not.
+def _queries_in_turn(launch: Launch) -> int:
+    """Of how many queries a consumer makes the weights while the other makes none; 0: no turns.
 
     With a cap both want exponentials and reciprocals at once, and the tensor cores wait for both.
-    In turn, one multiplies meanwhile: 6 % of the kernel at head_dim 64 (causal, T 8192, H200). At
-    128, with half as many weights to as much product, nothing, and without a cap a loss of 2 %.
+    In turn, one multiplies meanwhile: 6 % of the kernel at head_dim 64, 5 % at 80 and 1.4 % at 128
+    (causal, T 8192 and 4096, H200). Where registers are spilled, and without a cap, it is a loss.
+    Who has most of its weights gives way: at 64 ptxas makes the tanh of all before the first
+    product.
     """
-    return "soft_cap" in launch.terms and launch.head_dim <= 64
+    if not _has_room(launch):
+        return 0
+    block_q, width = launch.config.block_q, _columns_at_a_time(launch)
+    if width == block_q:
+        return block_q
+    return width if launch.head_dim <= 64 else block_q - width
 
 
 def _columns_at_a_time(launch: Launch) -> int:
     """Queries whose weights are made together.
 
-    With dropout or a bias there are no registers for more than one product of dv in flight, and
     `wgmma_rows` wants lines of 128 bytes. Bits of a mask come in words of 32.
     """
     block_q = launch.config.block_q
-    has_room = "soft_cap" in launch.terms and not (launch.dropout_rate or "bias" in launch.terms)
-    if not has_room or launch.head_dim_v % 64:
+    if not _has_room(launch) or launch.head_dim_v % 64:
         return block_q
     return max(block_q // 4, 32 if "mask_bits" in launch.terms else 16)
+
+
+def _has_room(launch: Launch) -> bool:
+    """A soft cap's weights are made in parts and in turn: what else a score may have fits beside.
+
+    With dropout or a bias there are no registers for more than one product of dv in flight.
+    """
+    return "soft_cap" in launch.terms and not (launch.dropout_rate or "bias" in launch.terms)
 
 
 def _ds_slots(launch: Launch, i, turn):
@@ -383,7 +398,7 @@ def _finish(block: Block, wg, dk, dv) -> None:
     plgpu.barrier_wait(block.bars.done)
     mine, row0 = pl.ds(wg * ROWS, ROWS), block.walk.kv0 + wg * ROWS
     dk *= block.dk_factor()  # read again: kept, it would cost the loop a register
-    dv = block.unshared(block.undropped(dv))
+    dv = block.of_p(block.undropped(dv))
     common.store_grad(block, dk, block.smem.k.at[mine], block.gmem.dk, row0)
     common.store_grad(block, dv, block.smem.v.at[mine], block.gmem.dv, row0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -2,7 +2,7 @@
 
 One accumulator [64, 256] a consumer is all that fits. Consumer 0 makes P and hands it over in
 shared memory; consumer 1 makes dP and from both dS, which it hands back: each consumer makes some
-columns of dq. Dropout and a soft cap reach consumer 1 through P: by its sign, and by its logarithm.
+columns of dq. Dropout and a soft cap reach consumer 1 through P: by its sign, and as a factor.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import tile_math
 from pallas_flash.kernels.sm90 import backward_common as common
 from pallas_flash.kernels.sm90 import logits, registers
 from pallas_flash.kernels.sm90.backward_common import Block, Ref
@@ -37,7 +36,7 @@ class Smem(NamedTuple):
     bias: Ref  # [num_stages, block_q, 64], or None
     k: Ref  # [64, head_dim], at the end dk
     v: Ref  # [64, head_dim_v], at the end dv
-    p: Ref  # [num_stages, 64, block_q]
+    p: Ref  # [num_stages, 64, block_q], with a cap times its slope
     ds: Ref  # [DS_SLOTS, 64, block_q]
     accumulators: tuple[dict[str, Ref], ...]  # of each consumer
 
@@ -174,20 +173,23 @@ def _step(c: _Consumer, carry, head, qi, masked: bool):
 
 
 def _probs(c: _Consumer, slot, i, place: logits.Place, masked: bool):
-    """P^T [64 keys, block_q], handed to the owner of dk as well, there negative where dropped."""
+    """P^T [64 keys, block_q], which goes to the owner of dk as well.
+
+    There negative where dropped, and with a cap times its slope: the tanh is at hand here, and of
+    P it would take a logarithm.
+    """
     smem, op = c.block.smem, c.block.launch.op
     is_tame = c.block.start_scores(c.acc.x, slot, place, c.units)
     keys = smem.k.at[common.unhoisted(0, KEYS, i)]
     op.wgmma(c.acc.x, keys, common.transposed(smem.q.at[slot]))  # S^T - lse / scale
     products, neg_lse = op.load(c.acc.x), c.block.neg_lse_apart(slot, 0, place)
-    weights, _ = c.block.weights(
+    weights, slope = c.block.weights(
         products, neg_lse, place, c.units, masked=masked, is_tame=is_tame
     )
     p = c.block.signed_by_dropout(weights, place)
-    p = p.astype(c.block.launch.dtype)
-    smem.p[slot] = p
+    smem.p[slot] = (p if slope is None else p * slope).astype(c.block.launch.dtype)
     plgpu.barrier_arrive(c.block.bars.p_ready.at[slot])
-    return c.block.kept(p)
+    return c.block.kept(p.astype(c.block.launch.dtype))
 
 
 def _dlogits(c: _Consumer, slot, i, place: logits.Place):
@@ -198,8 +200,6 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
     op.wgmma(c.acc.x, values, common.transposed(smem.dout.at[slot]))  # dP^T - delta
     plgpu.barrier_wait(bars.p_ready.at[slot])
     p = plgpu.load(smem.p.at[slot], layout=registers.ACC_LAYOUT).astype(jnp.float32)
-    if c.units.squash is not None:
-        p *= tile_math.share_of_slope(_below(c, jnp.abs(p), slot))
     # This role runs masked and plain steps alike and sees no bias: it asks whether any step hides.
     has_hidden = c.block.walk.hides or "bias" in c.block.launch.terms
     dlogits = c.block.dlogits(p, op.load(c.acc.x), slot, has_hidden=has_hidden)
@@ -211,13 +211,6 @@ def _dlogits(c: _Consumer, slot, i, place: logits.Place):
         op.fence_async()
         plgpu.barrier_arrive(bars.ds_ready.at[ds_slot])
     return ds
-
-
-def _below(c: _Consumer, p, slot):
-    """The r of `logits.capped_exponents`, from the weights; 0 where they are."""
-    offset = common.per_query(c.block.smem.neg_lse.at[slot], KEYS)
-    from_p = (offset - jnp.log2(p)) * (0.5 / c.units.log2)
-    return jnp.where(p > 0.0, from_p, 0.0)
 
 
 def _issue_dq(c: _Consumer, i) -> None:
@@ -247,7 +240,7 @@ def _finish(block: Block, role: int, grad) -> None:
     plgpu.barrier_arrive(block.bars.done)
     plgpu.barrier_wait(block.bars.done)
     smem, gmem = block.smem, block.gmem
-    grad = grad * block.dk_factor() if role == DK_OWNER else block.unshared(block.undropped(grad))
+    grad = grad * block.dk_factor() if role == DK_OWNER else block.of_p(block.undropped(grad))
     buffer, out = (smem.v, gmem.dv) if role == DV_OWNER else (smem.k, gmem.dk)
     common.store_grad(block, grad, buffer, out, block.walk.kv0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

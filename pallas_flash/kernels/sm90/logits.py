@@ -125,23 +125,19 @@ def finish(
     products,
     *,
     masked: bool,
-    in_parts: bool = False,
 ) -> Scores:
-    """Scores from the finished accumulator; in_parts: of some columns of it."""
+    """Scores from the finished accumulator."""
     scores, squashed = products, None
     if u.squash is not None:
-        ways = _ways_to_squash(call, place.q_axis, masked=masked, in_parts=in_parts)
+        ways = _ways_to_squash(call, place.q_axis, masked=masked, in_parts=False)
         scores = squashed = tile_math.squashed(products, u.squash, u.top, **ways)
     scores = _hidden(call, extras, place, bounds, scores, products, masked=masked)
     return Scores(scores, squashed)
 
 
-SHARE_OF_SLOPE = 0.25
-
-
 def capped_offset(lse, soft_cap):
     """2 + cap - lse in log2 units: what `capped_exponents` adds, from a natural log-sum-exp."""
-    return (soft_cap - lse) * tile_math.LOG2E - math.log2(SHARE_OF_SLOPE)
+    return (soft_cap - lse) * tile_math.LOG2E - math.log2(tile_math.SHARE_OF_SLOPE)
 
 
 def capped_exponents(
@@ -159,7 +155,9 @@ def capped_exponents(
     """With a soft cap, from the finished accumulator: log2 of 4 P, and r = (1 - tanh) / 2.
 
     A logit is cap - 2 cap r, and the slope of the cap 4 (r - r^2). So `capped_offset` has the cap,
-    and P the 4 of the slope: two products fewer than by way of the tanh.
+    and P the 4 of the slope: one operation fewer than by way of the tanh.
+
+    in_parts: these are some columns of it.
     """
     ways = _ways_to_squash(call, place.q_axis, masked=masked, in_parts=in_parts)
     below = tile_math.half_below_one(products, u.squash, ways.get("reciprocal"))
@@ -182,10 +180,10 @@ def _ways_to_squash(call: Call, q_axis: int, *, masked: bool, in_parts: bool) ->
     """How `tile_math.squashed` computes, as measured on an H200 (causal, T 8192).
 
     The backward has no registers for both sides of a branch. There the reciprocal gains 1.6 % in
-    parts of a tile and loses 1.2 % with whole ones (head_dim 128). Shared by two it gains 15 % of
-    a forward with large logits and 8 % of the backward at head_dim 64; at 128, where the products
-    leave more time, the backward loses 1 %. Two keys of a query share, and only where it sees both:
-    a hidden key that is NaN must not reach another.
+    parts of a tile and loses with whole ones: 1.2 % at head_dim 128, 4 % at 256. Shared by two it
+    gains 15 % of a forward with large logits and 8 % of the backward at head_dim 64; at 128, where
+    the products leave more time, the backward loses 1 %. Two keys of a query share, and only where
+    it sees both: a hidden key that is NaN must not reach another.
     """
     op, q_in_rows = call.op, q_axis == 0
     if not (q_in_rows or in_parts):

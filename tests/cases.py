@@ -276,6 +276,44 @@ FUSED = (
     Case(
         "soft-cap-saturated", heads=(1, 1), static=CAUSAL | {"logits_soft_cap": 55.0, "scale": 5.0}
     ),
+    # Its weights are made in parts: whatever else a tile has is cut as they are.
+    *(
+        Case(
+            f"soft-cap-with-{name}-d{head_dim}",
+            batch=2,
+            q_len=200,
+            kv_len=264,
+            heads=(4, 2),
+            dims=(head_dim, head_dim),
+            static={"logits_soft_cap": 5.0} | static,
+            arrays=arrays,
+        )
+        for head_dim in (128, 256)
+        for name, static, arrays in (
+            ("mask", {}, {"mask": ("bool", (2, 1, 200, 264))}),
+            ("mask-of-keys", CAUSAL, {"mask": ("bool", (1, 4, 1, 264))}),
+            ("dropout", CAUSAL | {"dropout_rate": 0.3}, {"dropout_rng": ("key", ())}),
+            ("window", {"local_window_size": (70, 9)}, {}),
+            (
+                "segments-alibi",
+                {},
+                {
+                    "query_segment_ids": ("ids", (2, 200)),
+                    "key_value_segment_ids": ("ids", (2, 264)),
+                    "alibi_slopes": ("slopes", (4,)),
+                },
+            ),
+            (
+                "lengths-sinks",
+                CAUSAL,
+                {
+                    "query_seq_lengths": [200, 77],
+                    "key_value_seq_lengths": [130, 264],
+                    "sinks": ("float32", (4,)),
+                },
+            ),
+        )
+    ),
     Case("soft-cap-traced", arrays={"logits_soft_cap": 4.0}, static=CAUSAL),
     Case("sinks-causal", static=CAUSAL, arrays={"sinks": ("float32", (2,))}),
     Case(

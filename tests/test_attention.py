@@ -118,7 +118,8 @@ SLOW_WITHOUT_GPU = {
 }
 
 # What is special of them is in the kernels, and not in interpret mode.
-ONLY_ON_GPU = {case.name for case in CASES if case.name.startswith(("bias-shared-by", "bias-own"))}
+_PREFIXES = ("bias-shared-by", "bias-own", "soft-cap-with")
+ONLY_ON_GPU = {case.name for case in CASES if case.name.startswith(_PREFIXES)}
 SLOW_WITHOUT_GPU |= ONLY_ON_GPU
 
 

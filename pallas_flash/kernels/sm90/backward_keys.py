@@ -318,7 +318,7 @@ def _columns_at_a_time(launch: Launch) -> int:
     block_q = launch.config.block_q
     if not _makes_parts(launch) or launch.head_dim_v % 64:
         return block_q
-    return max(block_q // 4, 32 if "mask_bits" in launch.terms else 16)
+    return max(block_q // 4, 32 if "mask" in launch.terms else 16)
 
 
 def _makes_parts(launch: Launch) -> bool:

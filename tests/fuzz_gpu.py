@@ -104,8 +104,9 @@ def statistics(got, true, plain, floor) -> dict[str, jax.Array]:
 def magnitudes(problem, operands, dout, dlse, true) -> dict[str, jax.Array]:
     """What one rounding harms, where the result may be smaller than that by cancellation.
 
-    A logit's gradient is P (dP - delta) with delta = dout . out: `out` rounded to 16 bits, as flash
-    attention has it, moves delta by half a rounding of `row`, whatever is left of the difference.
+    A logit's gradient is P (dP - delta) with delta = dout . out: `out` rounded to 16 bits, of
+    weights rounded to 16 bits, as flash attention has both, moves delta by half a rounding of `row`,
+    whatever is left of the difference.
     Gradients that are sums of the logits' gradients have their size as well; sums over queries add
     errors as independent ones, sums over the keys of a query do not.
     """
@@ -119,7 +120,9 @@ def magnitudes(problem, operands, dout, dlse, true) -> dict[str, jax.Array]:
         operands._replace(value=identity), undropped, jnp.float32
     )[0]
     probs = jnp.swapaxes(probs, 1, 2)  # (B, N, T, S)
-    row = jnp.sqrt(jnp.einsum("btnh,btnh->bnt", dout**2, out**2))
+    dprobs = jnp.einsum("btnh,bsnh->bnts", dout, v)
+    row = jnp.einsum("btnh,btnh->bnt", dout**2, out**2) + jnp.sum((probs * dprobs) ** 2, -1)
+    row = jnp.sqrt(row)
     delta = jnp.einsum("btnh,btnh->bnt", dout, out) - jnp.where(jnp.isfinite(lse), dlse, 0.0)
     slope = jnp.float32(1.0)
     if problem.soft_cap is not None:
@@ -127,7 +130,6 @@ def magnitudes(problem, operands, dout, dlse, true) -> dict[str, jax.Array]:
         slope = jnp.clip(1 - u**2, 0.0, 1.0)
     tiny = float(jnp.finfo(problem.dtype).tiny)  # a probability or a gradient may underflow
     moved = slope * probs * row[..., None] / 2 + tiny
-    dprobs = jnp.einsum("btnh,bsnh->bnts", dout, v)
     terms = slope * jnp.abs(probs * (dprobs - delta[..., None])) + moved
     scale = jnp.abs(problem.scale if operands.scale is None else operands.scale)
 

@@ -104,7 +104,7 @@ _ROLES = BackwardConfig(split="roles", block_kv=64)
 _BACKWARD = {
     (64, 64): (  # 619 full, 582 causal
         Tuned(_KEYS_64, spill_bytes=8),
-        # 28 causal, 20 with lengths. 32 with a soft cap, 52 with lengths where 4 heads share keys.
+        # 28 causal, 20 with lengths. 40 with a soft cap, 52 with lengths where 4 heads share keys.
         # 120 with dropout: at 112 the backward kernel took 4.91 ms (32 heads, causal, B 2, T 8192).
         # 376 where the gradient of a bias is summed over a cluster: consumers have 232 registers
         # for it. With 240, in a launch that is no cluster, 264: full, B 1, T 4096 take 2.32 ms,
@@ -114,7 +114,7 @@ _BACKWARD = {
     (128, 128): (  # 682 full, 648 causal
         Tuned(_KEYS_128),
         # 28 with lengths where 4 heads share keys and with a bias in a cluster, 12 with dropout; by
-        # JAX 0.11 8 with a window and with a soft cap
+        # JAX 0.11 8 with a window
         Tuned(_KEYS_128, term_spill_bytes=28),
     ),
     (256, 256): (Tuned(_ROLES),) * 2,  # 495 full, 493 causal
@@ -139,7 +139,7 @@ _BACKWARD = {
 # 461, 550 and 506, 583.
 _BACKWARD_NARROW = (
     Tuned(_KEYS_128),
-    Tuned(_KEYS_128, term_spill_bytes=36),  # at 112 with a soft cap; none at 80 and 96
+    Tuned(_KEYS_128, term_spill_bytes=8),  # at 112 with a soft cap; none at 80 and 96
 )
 
 # dq of the deterministic backward, for every mask. TFLOP/s of its three products. Serialized by

@@ -105,10 +105,10 @@ def magnitudes(problem, operands, dout, dlse, true) -> dict[str, jax.Array]:
     """What one rounding harms, where the result may be smaller than that by cancellation.
 
     A logit's gradient is P (dP - delta) with delta = dout . out: `out` rounded to 16 bits, of
-    weights rounded to 16 bits, as flash attention has both, moves delta by half a rounding of `row`,
-    whatever is left of the difference.
-    Gradients that are sums of the logits' gradients have their size as well; sums over queries add
-    errors as independent ones, sums over the keys of a query do not.
+    weights rounded to 16 bits, as flash attention has both, moves delta by half a rounding of
+    `row`, whatever is left of the difference. Gradients that are sums of the logits' gradients have
+    their size as well; sums over queries add errors as independent ones, sums over the keys of a
+    query do not.
     """
     out, lse, grads = true
     k, v = (jnp.repeat(x, problem.q_per_kv, axis=2) for x in (operands.key, operands.value))

@@ -49,7 +49,17 @@ def test_file_map_is_complete():
         assert (ROOT / name).exists(), f"the file map names {name}, which does not exist"
 
 
-FIGURES = "", "_causal", "_short", "_more", "_variants", "_sustained", "_decode", "_deterministic"
+FIGURES = (
+    "",
+    "_causal",
+    "_short",
+    "_more",
+    "_variants",
+    "_soft_cap",
+    "_sustained",
+    "_decode",
+    "_deterministic",
+)
 
 
 def _told(name):

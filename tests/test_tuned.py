@@ -10,9 +10,8 @@ from pallas_flash.kernels.sm90 import backward, backward_dq, backward_launch, fo
 from pallas_flash.kernels.sm90.smem import smem_bytes
 from pallas_flash.problem import Problem
 
-SIZES = range(
-    1, 257, 15
-)  # what pads to each multiple of 16 up to 256, and most of those themselves
+# What pads to each multiple of 16 up to 256, and most of those themselves.
+SIZES = range(1, 257, 15)
 MASKS = {"full": masks.And(), "causal": masks.Causal()}
 LENGTHS = 96, 512, 4096  # short, at the edge of short, long
 

@@ -42,7 +42,7 @@ and there is room) the bias; slots of dS; with roles slots of P. dk and dv leave
 | tile_consumed[stage] | each consumer, its products done | producer | num_stages of 2 |
 | ds_ready[slot] | keys: consumers; roles: owner of dk | who makes dq | 3, 4 of 2; 2 of 1 |
 | p_ready[stage] (roles) | owner of dv | owner of dk | num_stages of 1 |
-| token (keys, soft cap) | who has made its weights | the other | of both |
+| token (keys, soft cap, no bias) | who has made its weights | the other | of both |
 | done | each consumer, at the end | each consumer: K and V are free | 1 of 2 |
 | summed (cluster) | producers of the cluster: parts are read | producers | 1 of 1 a block |
 | arrived (cluster) | copies from other blocks, and what they bring | producer | 1 of 1 |

@@ -5,6 +5,7 @@ from them.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -183,7 +184,8 @@ class Block:
             exponents, below = logits.capped_exponents(
                 *at, neg_lse, masked=masked, in_parts=in_parts
             )
-            slope, most = tile_math.share_of_slope(below), 2.0
+            slope = tile_math.share_of_slope(below)
+            most = -math.log2(tile_math.SHARE_OF_SLOPE)
         # Rounding at large biases: a weight is at most 1.
         at_most = lambda: jnp.minimum(exponents, most)
         exponents = tile_math.if_any(is_tame, lambda: exponents, at_most)

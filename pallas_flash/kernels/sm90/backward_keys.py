@@ -297,8 +297,8 @@ def _queries_in_turn(launch: Launch) -> int:
     """Of how many queries a consumer makes the weights while the other makes none; 0: no turns.
 
     With a cap both want exponentials and reciprocals at once, and the tensor cores wait for both.
-    In turn, one multiplies meanwhile: 6 % of the kernel at head_dim 64, 5 % at 80 and 1.4 % at 128
-    (causal, T 8192 and 4096, H200). With a bias, and without a cap, it is a loss of 2 % and more.
+    In turn, one multiplies meanwhile: 6 % of the kernel at head_dim 64, 5 % at 80 and 1 % at 128
+    (causal, T 8192 and 4096, H200). With a bias it is a loss of 12 %, without a cap of up to 1 %.
     Who has most of its weights gives way: at 64 ptxas makes the tanh of all before the first
     product.
     """

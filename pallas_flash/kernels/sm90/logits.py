@@ -157,7 +157,7 @@ def capped_exponents(
     A logit is cap - 2 cap r, and the slope of the cap 4 (r - r^2). So `capped_offset` has the cap,
     and P the 4 of the slope: one operation fewer than by way of the tanh.
 
-    in_parts: these are some columns of it.
+    u: with `keeps_tanh`; in_parts: these are some columns of it.
     """
     ways = _ways_to_squash(call, place.q_axis, masked=masked, in_parts=in_parts)
     below = tile_math.half_below_one(products, u.squash, ways.get("reciprocal"))
